@@ -45,7 +45,7 @@ def main(config: ExportConfig) -> int:
     check_export(config)
     if source is not None and "spes:" in source.lower():  # a link is longer than the name of any file may be
         link = JoinLink.parse(source)
-        run_id, initial_peers = f"{link.run_id}@{link.founder}", list(link.addresses)
+        run_id, initial_peers = link.founded, list(link.addresses)
     elif source is not None and is_store(source):
         return _download(config, source)
     if run_id is None:
@@ -98,7 +98,7 @@ def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, ov
 
 
 def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool) -> None:
-    name, _, founder = run_id.partition("@")
+    name, founder, recent = (*run_id.split("@"), "", "")[:3]
     node = Node(
         Identity(folder / "identity.key"),
         name,
@@ -113,7 +113,7 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         size = run_size(run, manifest.vocab_size)
         anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
         guests = guest_list(swarm, manifest)
-        swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=0, guests=guests)
+        swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=0, guests=guests, recent=recent)
         sizes = anchors.bundle_numel()
         show_download(swarm, 4 * (sizes[SHARED] + run.num_slots * sizes["slot"]))
         view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)

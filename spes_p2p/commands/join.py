@@ -28,7 +28,7 @@ def as_peer(config: JoinConfig) -> PeerConfig:
     return PeerConfig(
         **chosen
         | {
-            "run_id": f"{link.run_id}@{link.founder}",
+            "run_id": link.founded,
             "initial_peers": list(link.addresses),
             "invite": config.invite or link.invite or None,
             "output": output,

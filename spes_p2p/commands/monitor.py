@@ -158,7 +158,9 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         archive = Archive(swarm, manifest, held_out, tokenizer.decode, prompts, base, in_fp32=in_fp32)
         guests = guest_list(swarm, manifest)
         start = manifest.genesis()
-        swarm.enter(manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests)
+        swarm.enter(
+            manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests, recent=settings.recent
+        )
         entered, amendments = time.monotonic(), Amendments(swarm, manifest)
 
         beside = _Beside(
@@ -301,8 +303,12 @@ def _watch(
                 for event in read_events(path):
                     shown.take(event)
             addresses = tuple(settings.initial_peers[:MAX_ADDRESSES])
-            link = JoinLink(run_id=manifest.run_id, founder=manifest.founder, addresses=addresses).encode()
-            link += settings.flags_of_others(manifest.config)
+            known = {"run_id": manifest.run_id, "founder": manifest.founder, "addresses": addresses}
+
+            def link() -> str:
+                made = JoinLink.model_validate(known | {"recent": swarm.consensus.recent()})
+                return made.encode() + settings.flags_of_others(manifest.config)
+
             sinks.add("the page", lambda: PageSink(shown, facts, link))
         return Watch(
             *(swarm, amendments, archive, sinks.update, view),
@@ -324,10 +330,10 @@ class PageSink(Sink):
     Args:
         page: The page.
         run: Fields of the `run` event.
-        link: By which others join; "" shows none.
+        link: Returns that by which others join; "" shows none.
     """
 
-    def __init__(self, page: Page, run: Mapping[str, Any], link: str = "") -> None:
+    def __init__(self, page: Page, run: Mapping[str, Any], link: Callable[[], str] = str) -> None:
         self._page = page
         self._run = run
         self._link = link
@@ -336,7 +342,7 @@ class PageSink(Sink):
         self._page.take(event)
 
     def update(self, view: SwarmView) -> None:
-        self._page.show(PageState(view, self._run, link=self._link))
+        self._page.show(PageState(view, self._run, link=self._link()))
 
 
 def _save(output: Path, round: int, loss: float | None) -> None:

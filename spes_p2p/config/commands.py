@@ -180,7 +180,7 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
             link = JoinLink.parse(values["link"])
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        run_id, addresses = f"{link.run_id}@{link.founder}", list(link.addresses)
+        run_id, addresses = link.founded, list(link.addresses)
         return {**values, "link": None, "run_id": run_id, "initial_peers": addresses}
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-
 Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
 """The characters of a multiaddr; code that uses an address checks its form and its peer id."""
 InviteText = Annotated[str, Field(max_length=768, pattern=r"^[A-Za-z0-9+/=.]*$")]
+RecentText = Annotated[str, Field(pattern=r"^([0-9]{1,9}:[0-9a-f]{64})?$")]
 MAX_ADDRESSES = 3
 """One address that answers is enough."""
 MAX_LINK_CHARS = 4096
@@ -39,10 +40,17 @@ class JoinLink(Frozen):
     founder: PeerId
     addresses: tuple[Address, ...] = Field(min_length=1, max_length=MAX_ADDRESSES)
     invite: InviteText = ""
+    recent: RecentText = ""
+    """Round and digest of a recent certificate; none before the first one."""
+
+    @property
+    def founded(self) -> str:
+        """The run as `--run-id` names it."""
+        return "@".join(filter(None, (self.run_id, self.founder, self.recent)))
 
     def encode(self) -> str:
         """Return the link."""
-        text = "\n".join([self.founder, self.invite, *self.addresses]).encode()
+        text = "\n".join([self.founder, self.invite, *self.addresses, *filter(None, [self.recent])]).encode()
         return f"spes:{self.run_id}.{base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip('=')}"
 
     @classmethod
@@ -58,9 +66,10 @@ class JoinLink(Frozen):
         if form is None:
             raise ConfigError(f"{word[:60]!r} is no link to a run; copy the whole word that begins with spes:")
         try:
-            founder, invite, *addresses = _unpack(form[3].removesuffix(form[1])).split("\n")
-            return cls(run_id=form[2], founder=founder, invite=invite, addresses=tuple(addresses))
-        except (ValueError, zlib.error, ValidationError) as error:
+            founder, invite, *lines = _unpack(form[3].removesuffix(form[1])).split("\n")
+            recent = lines.pop() if not lines[-1].startswith("/") else ""
+            return cls(run_id=form[2], founder=founder, invite=invite, addresses=tuple(lines), recent=recent)
+        except (ValueError, IndexError, zlib.error, ValidationError) as error:
             raise ConfigError(
                 f"the link to run {form[2][:64]!r} is damaged, perhaps cut short; copy the whole word again"
             ) from error

@@ -196,9 +196,11 @@ class KeptRounds(Frozen):
 
 
 FoundedRun = Annotated[
-    str, Field(max_length=129, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64})?$")
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64}(@[0-9]{1,9}:[0-9a-f]{64})?)?$"),
 ]
-"""A run's name, then `@` and its founder's peer id where that is known; another founder's run is refused then."""
+"""A run's name, then `@` and its founder's peer id where that is known; another founder's run is refused then. After
+another `@`, round and digest of a certificate; a newcomer follows no chain without it."""
 
 
 class OwnData(Frozen):
@@ -262,7 +264,12 @@ class NamedRun(Frozen):
     @property
     def founder(self) -> str | None:
         """The peer id that the run's founder must have; None takes any."""
-        return self.run_id.partition("@")[2] or None
+        return self.run_id.split("@")[1] if "@" in self.run_id else None
+
+    @property
+    def recent(self) -> str:
+        """Round and digest of a certificate that the run's chain must have; empty takes any chain."""
+        return "".join(self.run_id.split("@")[2:])
 
 
 SEED_SECONDS = 30.0

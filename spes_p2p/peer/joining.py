@@ -32,6 +32,7 @@ from spes_p2p.config import (
 from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
+from spes_p2p.fs import write_atomic
 from spes_p2p.model.base_files import note_base
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
@@ -401,8 +402,7 @@ def _enter(
     guests = guest_list(swarm, manifest, config.invite or "")
     if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
         raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
-    addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
-    if not addresses:
+    if not link_addresses(swarm):
         raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
     if not founds:
         _check_text(config, run)
@@ -412,12 +412,12 @@ def _enter(
         obtain_base(swarm, manifest, source)
         if source is not None:
             note_base(config.output, source)
-    swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=max_slots, guests=guests, is_new=founds)
+    entry = {"max_slots": max_slots, "guests": guests, "is_new": founds, "recent": config.recent}
+    swarm.enter(run.round, anchors.vectors(), manifest.genesis(), **entry)
     if config.resume_round is not None:
         swarm.consensus.cut(config.resume_round)
     declare_manifest(swarm, manifest)
-    run_id = manifest.run_id
-    log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)
+    log.info("run %r, manifest %s, founded by %s", manifest.run_id, manifest.digest[:12], manifest.founder)
     num_slots = min(max_slots, run.num_slots)
     what = (
         f"trains up to {num_slots} of {run.num_slots} slots"
@@ -429,22 +429,40 @@ def _enter(
         log.info("other peers can open a connection to it")
     log.info("the model has %s parameters and learns from %s", params_text(size.total_params), run.data.in_words())
     _say_cost(swarm, size, num_slots, setup, config)
-    link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
-    needs = config.flags_of_others(run)
-    (config.output / LINK_FILE).write_text(f"{link.encode()}\n")
-    (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")  # last: its readers wait for it
-    log.info("others join with: spes join %s%s", link.encode(), needs)
-    if founds:
-        say_qr(link.encode())
-    log.info(
-        "or, in full: spes peer --run-id %s@%s --initial-peers %s%s",
-        *(run_id, manifest.founder, " ".join(addresses), needs),
-    )
+    _tell_link(config, write_link(config.output, swarm, manifest), config.flags_of_others(run), founds=founds)
     seed = hashlib.sha256(swarm.peer_id.encode()).digest()
     data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
     amendments = Amendments(swarm, manifest, config.output / FILE)
     amendments.look()
     return swarm, Admission(manifest, amendments.run, max_slots, data_seed, found), amendments
+
+
+def _tell_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -> None:
+    """Say how others join, which need these flags."""
+    (config.output / ADDRESS_FILE).write_text(f"{link.addresses[0]}\n")  # last: its readers wait for it
+    log.info("others join with: spes join %s%s", link.encode(), needs)
+    if founds:
+        say_qr(link.encode())
+    addresses = " ".join(link.addresses)
+    log.info("or, in full: spes peer --run-id %s --initial-peers %s%s", link.founded, addresses, needs)
+
+
+def link_addresses(swarm: HivemindSwarm) -> list[str]:
+    """Return the addresses by which others join."""
+    return [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
+
+
+def write_link(output: Path, swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:
+    """Write the run's link, which names a recent certificate; return it."""
+    link = JoinLink(
+        run_id=manifest.run_id,
+        founder=manifest.founder,
+        addresses=tuple(link_addresses(swarm)),
+        recent=swarm.consensus.recent(),
+    )
+    with write_atomic(output / LINK_FILE) as stream:
+        stream.write(f"{link.encode()}\n".encode())
+    return link
 
 
 def _check_text(config: PeerConfig, run: RunConfig) -> None:

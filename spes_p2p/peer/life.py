@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -26,7 +27,7 @@ from spes_p2p.monitor.page.server import check_place
 from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
-from spes_p2p.peer.joining import Admission, joined, kept
+from spes_p2p.peer.joining import Admission, joined, kept, write_link
 from spes_p2p.peer.output_dir import alone_in, check_output, fresh_output
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
@@ -170,7 +171,7 @@ def _train(
         run = _to_resume(config, run, saved)
         if joined is not None and swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
-            sync.amended = joined[2].look
+            sync.amended = partial(_each_round, config, joined)
             end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, vocab_size, sync, trainer)
@@ -200,6 +201,13 @@ def _train(
         if trainer is not None:
             trainer.close()
         group.close()
+
+
+def _each_round(config: PeerConfig, joined: tuple[HivemindSwarm, Admission, Amendments]) -> RunConfig | None:
+    """Write the run's link with a recent certificate; return the settings if they have changed."""
+    with contextlib.suppress(OSError, ValueError):  # a full disk, or no address now: the last link holds
+        write_link(config.output, joined[0], joined[1].manifest)
+    return joined[2].look()
 
 
 def _to_resume(config: PeerConfig, run: RunConfig, saved: Saved | None) -> RunConfig:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +64,8 @@ class PeerPage:
         self._began = time.monotonic()
         self._memory = 0
         self._ways: Mapping[str, str] = {}
+        self.link: Callable[[], str] = lambda: state.link
+        """Returns the newest link."""
         self.say("joining", "it fetches the run's model, or waits for the others")
         self._slow_at = -SLOW_SECONDS
         self._stopped = threading.Event()
@@ -117,7 +119,7 @@ class PeerPage:
             if event["kind"] == "membership" and event["change"] != "changed" and event["peer_id"] != own_id:
                 log.info("%s", in_words(event))
         control = self._control(now)
-        self._state = replace(self._state, view=view, own=self._own(), control=control)
+        self._state = replace(self._state, view=view, own=self._own(), control=control, link=self.link())
         self._page.show(self._state)
 
     def _count(self, report: Metrics) -> None:
@@ -197,14 +199,18 @@ def shown(
     view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
     facts = {"run_id": config.run_name, "config": run.model_dump(mode="json")}
     file = config.output / LINK_FILE
-    link = file.read_text().strip() + config.flags_of_others(run) if file.exists() else ""
-    state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link)
+
+    def link() -> str:
+        return file.read_text().strip() + config.flags_of_others(run) if file.exists() else ""
+
+    state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link())
     verbs = Verbs(controls.act, config.output)
     page = Page(config.page, state, config.output, verbs)
     log.info("page: %s", page.address)
     if page.is_loopback and sys.stderr.isatty():
         say(f"with buttons: {page.address}#token={verbs.token}")
     follower = PeerPage(page, swarm, state, amendments, controls)
+    follower.link = link
     try:
         yield follower
     finally:

@@ -19,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.timed_storage import get_dht_time
 from pydantic import Field, ValidationError
 
-from spes_p2p.errors import ConfigError, ExchangeError, SpesError
+from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, SpesError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import (
     KNOWN_ROUNDS,
@@ -41,7 +41,7 @@ from spes_p2p.swarm.certificate import (
     known_peers,
     signers,
 )
-from spes_p2p.swarm.chain import ChainFile, PublicKey
+from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile, PublicKey
 from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel
 from spes_p2p.swarm.exchange.versions import Version
@@ -72,6 +72,9 @@ MAX_RECEIVING_EACH = 4
 while they are read. More wait for their turn."""
 MAX_ASKED_AT_ONCE = 2
 """Peers that are asked when records tell of certificates that are missing here."""
+MAX_TRIED = 32
+GUIDE_SECONDS = 20.0
+"""Peers whose chains a newcomer with a link looks through, one after another, and the time for each."""
 MAX_ASKED = 8
 """Peers that a newcomer asks for certificates."""
 OTHERS_SECONDS = 2.0
@@ -173,6 +176,7 @@ class Consensus:
         peers: Returns the peers that follow the run.
         is_gone: Tells whether a peer's lease has run out, as far as this peer knows.
         is_new: Whether this identity can have made no promise in this run yet.
+        finds: Whether `find` is to come, and a peer without a chain follows none before.
 
     Raises:
         ConfigError: its files are damaged, or cannot be written.
@@ -188,6 +192,7 @@ class Consensus:
         peers: Callable[[], Collection[str]],
         is_gone: Callable[[str], bool],
         is_new: bool,
+        finds: bool = False,
     ) -> None:
         self.peer_id = node.peer_id
         self.is_gone = is_gone
@@ -224,6 +229,8 @@ class Consensus:
             ballots.save,
             on_certificate=lambda certificate: self._save(),
         )
+        if finds and not len(chain):
+            self._decider.guide = self.peer_id
         self._hold_keys()
         self._service = f"{node.run_id}::{PROTOCOL}.consensus"
         node.p2p.reserve_half_for(lambda peer: not self.last().is_stranger(peer.to_base58()))
@@ -243,7 +250,8 @@ class Consensus:
 
     def _save(self) -> None:
         self._hold_keys()
-        self._file.save(self._decider.chain)
+        if not self._decider.guide:
+            self._file.save(self._decider.chain)
 
     def _hold_keys(self) -> None:
         """Keep the public keys that check this chain and the next statements about it."""
@@ -261,6 +269,13 @@ class Consensus:
         """Return the body of a round's certificate."""
         with self._changed:
             return self._decider.chain.body_at(round)
+
+    def recent(self) -> str:
+        """Return round and digest of a recent certificate for a link, one that is hardly replaced any more."""
+        last = self.last()
+        body = self.body_at(last.round - FINAL_AFTER) if last.round > FINAL_AFTER else None
+        body = body or last
+        return f"{body.round}:{body.digest}" if body.round else ""
 
     @property
     def attempt(self) -> int:
@@ -370,6 +385,53 @@ class Consensus:
                 self._changed.wait_for(partial(self._is_told, asked, len(asked), known), left)
                 if self.last().digest == known:
                     return
+
+    def _try_guide(self, peer: str) -> None:
+        """Begin the chain anew, and take certificates of one peer alone; of all again if it is empty."""
+        decider = self._decider
+        decider.guide, decider.chain = peer, Chain(decider.chain.start)
+        decider.go_back(is_chosen=False)
+        if peer:
+            decider.ask(peer)
+
+    def find(self, recent: str, first: Collection[str]) -> None:
+        """Follow the chain that has a certificate, as one peer after another sends its own; keep no other.
+
+        Args:
+            recent: The certificate's round and digest.
+            first: Peers to ask before the others.
+
+        Raises:
+            AbsentError: no peer sent it, though the round is recent.
+        """
+        round, _, digest = recent.partition(":")
+        number, is_old = int(round), False
+        if not self._decider.guide:  # it has a chain already
+            return
+
+        def is_tried(peer: str) -> bool:
+            chain = self._decider.chain
+            is_there = chain.body_at(number) is not None or chain.has(number, digest)
+            return self._is_closed or is_there or peer not in self._unanswered
+
+        with self._changed:
+            others = sorted({*first, *self._peers()} - {self.peer_id}, key=lambda peer: peer not in first)
+            for peer in others[:MAX_TRIED]:
+                self._unanswered = {peer}
+                self._try_guide(peer)
+                self._changed.wait_for(partial(is_tried, peer), GUIDE_SECONDS)
+                chain = self._decider.chain
+                if chain.has(number, digest):
+                    chain.final, self._decider.guide = number, ""
+                    self._file.save(chain)
+                    return
+                is_old |= chain.body_at(number) is None and chain.last.round - number > MAX_RECENT // 2
+            if not is_old:  # guard: linked-chain
+                raise AbsentError(
+                    f"no peer sent the chain with the link's certificate of round {number}; try again, or a newer link"
+                )
+            log.warning("peers do not keep round %d any more, which the link names; following what they have", number)
+            self._try_guide("")
 
     def _is_told(self, asked: Collection[str], enough: int, known: str) -> bool:
         """Tell whether there is news, or enough of those asked have no more to tell."""

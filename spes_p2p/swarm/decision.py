@@ -89,6 +89,7 @@ class Decider:
         self._statements = Statements()
         self._goodbyes: dict[str, Goodbye] = {}
         self._num_asked = 0
+        self.guide = ""
         self._started_at = self._opened_at = network.now()
         self._is_closed = False
         self._has_left = False
@@ -105,9 +106,9 @@ class Decider:
         self._open_round()
         self._ask_next()
 
-    def go_back(self) -> None:
-        """Open the round after the last certificate of the chain, which was cut."""
-        self.voter.switch(self.chain.last, is_chosen=True)
+    def go_back(self, *, is_chosen: bool = True) -> None:
+        """Open the round after the last certificate of the chain, which was cut, by the user's choice or another's."""
+        self.voter.switch(self.chain.last, is_chosen=is_chosen)
         self._open_round()
 
     def close(self) -> None:
@@ -454,6 +455,8 @@ class Decider:
 
     def _take_certificates(self, sender: str, message: Certificates) -> None:
         known = self.chain.last.digest
+        if self.guide not in ("", sender):
+            return
         for certificate in message.certificates:
             body, last = certificate.body, self.chain.last
             if sender in known_peers(last) and body.round > last.round - WATCHED_ROUNDS:  # guard: known-watch
@@ -482,13 +485,10 @@ class Decider:
         """Tell whether a certificate opens a branch to be followed in place of this one."""
         round = certificate.body.round
         before, ours = self.chain.body_at(round - 1), self.chain.certificate_at(round)
-        if before is None or ours is None or ours.body.digest == certificate.body.digest:
+        if before is None or ours is None or round <= self.chain.final:  # guard: final-rounds
             return False
-        if round <= self.chain.final:  # guard: final-rounds
-            return False
-        return (
-            not self.voter.refuses(certificate, before, self._is_away) and preferred([ours, certificate]) is certificate
-        )
+        is_other = ours.body.digest != certificate.body.digest and preferred([ours, certificate]) is certificate
+        return is_other and not self.voter.refuses(certificate, before, self._is_away)
 
     def _is_away(self, peer: str) -> bool:
         """Tell whether a peer was not here when the open round ended, as far as this peer knows.

@@ -115,6 +115,7 @@ class HivemindSwarm:
         max_slots: int,
         guests: GuestList | None = None,
         is_new: bool = False,
+        recent: str = "",
     ) -> None:
         """Prepare for the run's rounds once its manifest is known, and start renewing records.
 
@@ -125,6 +126,10 @@ class HivemindSwarm:
             max_slots: Largest number of slots that this peer may hold; 0 for a monitor, which does not average.
             guests: The invite list of a closed run.
             is_new: Whether this peer founds the run now, and so has promised nothing in it yet.
+            recent: Round and digest of a certificate; a peer that has no chain yet follows none without it.
+
+        Raises:
+            AbsentError: no peer has sent that chain.
         """
         self._rounds = rounds
         self._vectors = vectors
@@ -162,10 +167,14 @@ class HivemindSwarm:
             peers=self._followers,
             is_gone=self._is_gone,
             is_new=is_new or self.node.identity.is_new,
+            finds=bool(recent),
         )
         self.watchdog.start()
         self._membership.start(rounds, self._beat)
         self._membership.announce(Contact(peer_id=self.peer_id, addresses=self.node.contacts(), software=__version__))
+        if recent:
+            self._follow()
+            self.consensus.find(recent, self.node.initial_peers())
 
     def can_be_called(self) -> bool:
         """Tell whether other peers can dial this one; True if no peer could be asked."""

@@ -17,7 +17,9 @@ from hivemind.p2p import PeerID
 from peer_server import RUN_ID, start_of
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.swarm.certificate import Certificate, Certificates, MemberEntry, Point, Question, SlotState
+from spes_p2p.errors import AbsentError
+from spes_p2p.swarm.certificate import Certificate, Certificates, MemberEntry, Point, Question, SlotState, vote_for
+from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.consensus import (
     CERTIFICATES,
     MAX_MESSAGE_BYTES,
@@ -27,7 +29,7 @@ from spes_p2p.swarm.consensus import (
     Envelope,
 )
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel, DisconnectedError
-from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.votes import Rules
 
@@ -41,13 +43,13 @@ SECONDS = 30.0
 class Peer:
     """A voter of the run."""
 
-    def __init__(self, folder, name, addresses=()):
+    def __init__(self, folder, name, addresses=(), *, finds=False):
         self._folder = folder
         self.path = folder / name / "consensus" / CERTIFICATES
         self._name = name
-        self.start(addresses, is_new=True)
+        self.start(addresses, is_new=True, finds=finds)
 
-    def start(self, addresses, *, is_new=False):
+    def start(self, addresses, *, is_new=False, finds=False):
         voters = tuple(Identity(self._folder / name / "key").peer_id for name in NAMES)
         self.node = Node(Identity(self._folder / self._name / "key"), RUN_ID, initial_peers=addresses)
         self.peer_id = self.node.peer_id
@@ -59,6 +61,7 @@ class Peer:
             peers=lambda: voters,
             is_gone=lambda peer: False,
             is_new=is_new,
+            finds=finds,
         )
 
     def close(self):
@@ -296,6 +299,48 @@ def test_a_voters_certificates_have_no_more_than_the_runs_slots_and_voters(three
         send(three[1].node, three[0], Envelope(certificates=many).pack())
         wait_until(lambda: "bytes of certificates, more than two of this run" in caplog.text)
     decide(three)
+
+
+def test_a_newcomer_with_a_link_follows_no_chain_but_the_links(three, tmp_path_factory, monkeypatch):
+    """Former voters' keys sign another chain, which the newcomer meets first."""
+    last = decide(three)
+    recent, folder = three[0].consensus.recent(), three[0]._folder
+    newcomer = Peer(folder, "d", three[0].node.addresses(), finds=True)
+    consensus, liar = newcomer.consensus, "liar"
+    try:
+        keys = [IdentityKeys(Identity(folder / name / "key")) for name in NAMES]
+        forged = Chain(consensus.last())
+        for _ in range(last.round + 2):
+            body = last.model_copy(
+                update={"round": forged.last.round + 1, "previous": forged.last.digest, "ends_at": 1.0}
+            )
+            votes = [vote_for(body, 0, each.peer_id).signed(each) for each in keys]
+            signatures = {vote.peer_id: vote.signature for vote in votes}
+            forged.add(Certificate(body=body, attempt=0, signatures=signatures), lambda *_: False)
+        public = [each.identity.public_key for each in (peer.node for peer in three)]
+
+        def answer():
+            consensus._take(liar, public, Certificates(certificates=forged.after(0)))
+            consensus._take(liar, (), Certificates(certificates=()))
+
+        ask = consensus._decider.ask
+        monkeypatch.setattr(
+            consensus._decider, "ask", lambda peer: consensus.later(0.0, answer) if peer == liar else ask(peer)
+        )
+        monkeypatch.setattr(consensus, "_peers", list)
+        with pytest.raises(AbsentError, match="try again, or a newer link"):
+            consensus.find(recent, [liar])
+        assert not newcomer.path.exists()
+        monkeypatch.setattr(consensus, "_peers", lambda: [peer.peer_id for peer in three])
+        consensus.find(recent, [liar])
+        round, _, digest = recent.partition(":")
+        assert consensus._decider.chain.has(int(round), digest)
+        wait_until(lambda: consensus.last() == last)
+        assert newcomer.rounds()[-1] == last.round
+        consensus._decider.receive(liar, Certificates(certificates=forged.after(0)[:1]))
+        assert consensus.last() == last
+    finally:
+        newcomer.close()
 
 
 def test_a_certificate_with_forged_signatures_is_not_followed(three, stranger, taken):

@@ -40,6 +40,18 @@ def test_a_link_holds_everything_it_was_made_of(name: str, count: int, invite: s
     assert JoinLink.parse(link.encode()) == link
 
 
+def test_a_link_names_a_recent_certificate_and_one_from_before_the_first_has_none() -> None:
+    recent = "1234:" + "9f" * 32
+    link = LINK.model_copy(update={"recent": recent})
+    assert JoinLink.parse(link.encode()) == link and len(link.encode()) < len(LINK.encode()) + 110
+    config = as_peer(JoinConfig(link=link.encode()))
+    assert (config.run_name, config.founder, config.recent) == ("my-run", FOUNDER, recent)
+    config = as_peer(JoinConfig(link=LINK.encode()))
+    assert (config.run_name, config.founder, config.recent) == ("my-run", FOUNDER, "")
+    with pytest.raises(ConfigError, match="damaged"):
+        JoinLink.parse("spes:my-run." + packed(FOUNDER, "", *ADDRESSES, "1234:9f"))
+
+
 @pytest.mark.parametrize(
     "around",
     [
