@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hivemind.utils.timed_storage import get_dht_time
 from rich.console import Console
@@ -412,7 +413,7 @@ def _enter(
         obtain_base(swarm, manifest, source)
         if source is not None:
             note_base(config.output, source)
-    entry = {"max_slots": max_slots, "guests": guests, "is_new": founds, "recent": config.recent}
+    entry: dict[str, Any] = {"max_slots": max_slots, "guests": guests, "is_new": founds, "recent": config.recent}
     swarm.enter(run.round, anchors.vectors(), manifest.genesis(), **entry)
     if config.resume_round is not None:
         swarm.consensus.cut(config.resume_round)
