@@ -6,6 +6,7 @@ processes, as torchrun or accelerate start them, share the tasks' requests; the 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -27,10 +28,12 @@ from spes_p2p.data.packing import encode, window_batches
 from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer, own_template, text_encoder
 from spes_p2p.data.windows import PackedWindows, TokenFile
-from spes_p2p.errors import ConfigError, DataError, one_line
+from spes_p2p.errors import ConfigError, DataError, SpesError, one_line
 from spes_p2p.fs import write_atomic
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.presentation import say
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INSTALL = "pip install 'spes-p2p[all]', or ./scripts/setup.sh all in a checkout"
@@ -119,11 +122,9 @@ def text_batches(
     """Cuts all text of `paths`, or the embedded corpus's held-out part, into batches `[B, T + 1]`.
 
     Args:
-        tokenizer: The checkpoint's.
         paths: Text, jsonl or parquet files or folders; none takes the embedded corpus.
         sequence_length: Tokens per sequence, T.
         batch_size: Sequences per batch, B.
-        limit: Sequences at most, from the start.
 
     Raises:
         ConfigError: a path does not exist.
@@ -166,7 +167,7 @@ def task_groups(
     """Return the groups of tasks to run, one after the other.
 
     Raises:
-        ConfigError: lm-eval is not installed, or a task or `task_path` does not exist.
+        ConfigError: lm-eval is not installed, or `task_path` or all tasks do not exist.
     """
     groups = [TaskGroup(tuple(tasks), num_fewshot)] if tasks else []
     groups += [TaskGroup(*group) for group in SUITES[suite]] if suite else []
@@ -177,7 +178,9 @@ def task_groups(
         )
     if groups:
         _lm_eval()
-        _task_manager(named, task_path)
+        known = _task_manager(named, task_path).all_tasks
+        for task in sorted(set(named) - set(known)):
+            log.warning("%s", _unknown(task))
     return groups
 
 
@@ -194,24 +197,24 @@ def task_metrics(
 
     Args:
         model: A causal language model; tasks run on its device.
-        tokenizer: The checkpoint's.
         group: Names of tasks or of lm-eval's groups, and their examples.
         task_path: Folder of task YAMLs, looked through before the ones that come with lm-eval.
         batch_size: Requests per forward pass, or `auto`.
-        limit: Documents per task at most.
         accelerator: That of the processes that share the requests; by default this one has all.
 
     Returns:
         What lm-eval reports; on ranks other than the first, nothing.
 
     Raises:
-        ConfigError: lm-eval is not installed, or a task or `task_path` does not exist.
-        DataError: a task's data cannot be had.
+        ConfigError: lm-eval is not installed, or `task_path` or all tasks do not exist.
+        DataError: a task does not exist, or its data cannot be had.
     """
     lm_eval, errors = _lm_eval()
     manager = _task_manager(group.tasks, task_path)
     adapter = _adapter(model, tokenizer, batch_size, accelerator)
     try:
+        if accelerator is not None:
+            _load_everywhere(group, manager, errors)
         result = lm_eval.simple_evaluate(
             adapter,
             tasks=list(group.tasks),
@@ -222,6 +225,8 @@ def task_metrics(
             log_samples=False,
         )
     except errors as error:
+        if accelerator is not None and isinstance(error, RuntimeError):  # of this process alone, such as its memory
+            raise
         raise DataError(
             f"cannot run {', '.join(group.tasks)}: {one_line(error)}; check the task's data and the network, or set "
             f"HF_HOME to where the data has been downloaded"
@@ -230,13 +235,27 @@ def task_metrics(
 
 
 def _lm_eval() -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return the library, and its errors for missing or too few data."""
+    """Return the library, and its errors for missing or too few data, for dataset scripts and for missing packages."""
     try:
         import lm_eval
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ConfigError(f"--tasks needs lm-eval ({error}); {INSTALL}") from error
-    return lm_eval, (OSError, ValueError, KeyError, AssertionError, DatasetsError)
+    return lm_eval, (OSError, ValueError, KeyError, AssertionError, RuntimeError, ImportError, DatasetsError)
+
+
+def _load_everywhere(group: TaskGroup, manager: Any, errors: tuple[type[Exception], ...]) -> None:
+    """Load the tasks, and raise in all processes if one fails; otherwise the others wait for its results."""
+    from accelerate.utils import gather_object
+    from lm_eval.tasks import get_task_dict
+
+    failures = []
+    try:
+        get_task_dict(list(group.tasks), manager)
+    except errors as error:
+        failures.append(one_line(error))
+    if failures := gather_object(failures):
+        raise OSError(failures[0])
 
 
 def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int | str, accelerator: Any) -> Any:
@@ -256,18 +275,28 @@ def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: i
 
 
 def _task_manager(tasks: Sequence[str], task_path: Path | None) -> Any:
-    """Indexing lm-eval's own ten thousand YAMLs takes long, so it is done only for names that are not local."""
-    from lm_eval.tasks import TaskManager
-
+    """Return an index with one of the tasks at least; that of lm-eval's own only if a name is not local."""
     if task_path is not None and not task_path.is_dir():
         raise ConfigError(f"--task-path {task_path} is no folder; name one that holds task YAML files")
     include = str(task_path) if task_path else None
-    manager = TaskManager(include_path=include, include_defaults=False) if include else None
+    manager = _index(include, False) if include else None
     if manager is None or not set(tasks) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=include)
-    if unknown := sorted(set(tasks) - set(manager.all_tasks)):
-        raise ConfigError(f"unknown task {unknown[0]!r}; see `lm-eval ls tasks`, or name your folder with --task-path")
+        manager = _index(include, True)
+    if not set(tasks) & set(manager.all_tasks):
+        raise _unknown(tasks[0])
     return manager
+
+
+def _unknown(task: str) -> ConfigError:
+    return ConfigError(f"unknown task {task!r}; see `lm-eval ls tasks`, or name your folder with --task-path")
+
+
+@functools.cache
+def _index(include: str | None, with_defaults: bool) -> Any:
+    """Index task files, lm-eval's own ten thousand in 16 s."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include, include_defaults=with_defaults)
 
 
 def _flatten(result: dict[str, Any]) -> list[Metric]:
@@ -295,23 +324,26 @@ def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def main(config: EvaluateConfig) -> int:
-    """Print what `evaluate` measures."""
-    rows = evaluate(config)
-    if rows:
-        say(table(rows))
+    """Print what `evaluate` measures, also what it has measured before an error."""
+    rows: list[Metric] = []
+    try:
+        evaluate(config, rows)
+    finally:
+        if rows:
+            say(table(rows))
     return 0
 
 
-def evaluate(config: EvaluateConfig) -> list[Metric]:
+def evaluate(config: EvaluateConfig, rows: list[Metric] | None = None) -> list[Metric]:
     """Evaluates one checkpoint: tasks and suites if given, text if given or if nothing else is.
 
-    The files are written after each group of tasks: a suite that stops at a task leaves the numbers of those before.
+    The files are written, and `rows` extended, after each group of tasks. If a group fails, its tasks run one by one.
 
     Returns:
         All rows; on ranks other than the first, none.
 
     Raises:
-        ConfigError, DataError: as the functions above.
+        ConfigError, DataError: as the functions above; for tasks that cannot run, after all others have run.
     """
     check_text(config.text)  # before a large model is loaded
     for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
@@ -321,17 +353,31 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
     accelerator = join_ranks()
     device, is_first = (None, True) if accelerator is None else (accelerator.device, accelerator.process_index == 0)
     model, tokenizer = load_checkpoint(config.checkpoint, config.precision, device)
-    rows: list[Metric] = []
+    rows = [] if rows is None else rows
     if is_first and (config.text or not groups):
         batch_size = TEXT_BATCH if config.batch_size == "auto" else config.batch_size
         length = _sequence_length(model, config.sequence_length)
         batches = text_batches(tokenizer, config.text, length, batch_size, config.limit)
         rows += text_metrics(model, batches, "text" if config.text else "embedded held-out")
         _write(rows, config)
-    for group in groups:
-        rows += task_metrics(*(model, tokenizer, group), config.task_path, config.batch_size, config.limit, accelerator)
-        if is_first:
+    flags = config.task_path, config.batch_size, config.limit, accelerator
+    missing: dict[str, SpesError] = {}
+    while groups:
+        group = groups.pop(0)
+        try:
+            rows += task_metrics(model, tokenizer, group, *flags)
+        except SpesError as error:
+            if len(group.tasks) > 1:
+                groups = [*(group._replace(tasks=(task,)) for task in group.tasks), *groups]
+            else:
+                missing[group.tasks[0]] = error
+                if is_first and isinstance(error, DataError):  # an unknown one is in the log already
+                    log.warning("%s; going on without it", error)
+        if rows:
             _write(rows, config)
+    if missing and is_first:  # torchrun ends the first process, which reports, when another fails
+        reason = next(iter(missing.values()))
+        raise DataError(f"no numbers of {', '.join(missing)}: {reason}") from reason
     return rows
 
 

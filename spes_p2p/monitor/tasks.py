@@ -108,7 +108,7 @@ class TaskEvaluations:
         try:
             if code:
                 log.error("the tasks on round %d failed (%d): %s", round, code, self._last_line())
-            else:
+            if not code or self._table(round).with_suffix(".json").exists():
                 log.info("round %d: %s", round, self._accuracies(round))
         except (OSError, ValueError) as error:
             log.error("the tasks on round %d left nothing to read: %s", round, error)

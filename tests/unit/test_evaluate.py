@@ -349,15 +349,66 @@ def test_examples_in_the_prompt_and_the_precision_are_the_users(checkpoint, task
 
 
 @needs_lm_eval
-def test_a_suite_that_stops_at_a_task_leaves_the_numbers_before_it(checkpoint, task_path, tmp_path):
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"sciq": "data", "boolq": "script"},
+        {"mmlu_virology": "package", "boolq": "unknown"},
+        {"sciq": "data", "piqa": "unknown", "mmlu": "data", "boolq": "script"},
+    ],
+    ids=lambda missing: "-".join(missing.values()),
+)
+def test_tasks_that_cannot_run_are_named_and_the_others_measured(
+    checkpoint, task_path, tmp_path, monkeypatch, capsys, caplog, missing
+):
+    """Rows that are missing, a data set that is a script, a package that is not installed, a name of no task."""
+    from lm_eval.tasks import manager
+
+    monkeypatch.setattr(manager, "__file__", str(tmp_path / "none" / "manager.py"))  # lm-eval's own take 16 s to index
     folder = shutil.copytree(task_path, tmp_path / "tasks")
-    task = folder / "hellaswag.yaml"
-    task.write_text(task.read_text().replace("choices.jsonl", "absent.jsonl"))
+    (folder / "functions.py").write_text("import no_such_package\n")
+    faults = {
+        "data": ("choices.jsonl", "absent.jsonl"),
+        "script": ("dataset_path: json", f"dataset_path: {folder / 'functions.py'}"),
+        "package": ('doc_to_text: "Question: {{question}}\\nAnswer:"', "doc_to_text: !function functions.text"),
+    }
+    for task, fault in missing.items():
+        if fault == "unknown":
+            (folder / f"{task}.yaml").unlink()
+            continue
+        file = folder / ("mmlu_virology.yaml" if task == "mmlu" else f"{task}.yaml")
+        changed = file.read_text().replace(*faults[fault])
+        assert changed != file.read_text()
+        file.write_text(changed)
+    tasks = ["sciq", "piqa", "mmlu", "boolq"]
+    lost = [task for task in tasks if task in missing or (task == "mmlu" and "mmlu_virology" in missing)]
+    kept = [task for task in tasks if task not in lost]
+    output = tmp_path / "out.json"
+    config = evaluate.EvaluateConfig(checkpoint=checkpoint, tasks=tasks, task_path=folder, json=output, limit=1)
+    with pytest.raises(DataError, match=f"^no numbers of {', '.join(lost)}: .*; .*$"):
+        evaluate.main(config)
+    shown = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert shown == set(kept)
+    assert set(json.loads(output.read_text())) >= set(kept) if kept else not output.exists()
+    warned = [record.getMessage() for record in caplog.records if record.name == evaluate.__name__]
+    assert len(warned) == len(lost) and all(
+        sum(f" {task}:" in line or repr(task) in line for line in warned) == 1 for task in lost
+    )
+    assert not any("\n" in line for line in warned)
+
+
+@pytest.mark.full
+@needs_lm_eval
+def test_a_suite_goes_on_after_a_task_without_data(checkpoint, task_path, tmp_path):
+    folder = shutil.copytree(task_path, tmp_path / "tasks")
+    for name in ("hellaswag", "piqa"):
+        task = folder / f"{name}.yaml"
+        task.write_text(task.read_text().replace("choices.jsonl", "absent.jsonl"))
     file = tmp_path / "suite.json"
     config = evaluate.EvaluateConfig(checkpoint=checkpoint, suite="spes", task_path=folder, json=file, limit=2)
-    with pytest.raises(DataError, match="cannot run hellaswag"):
+    with pytest.raises(DataError, match="no numbers of piqa, hellaswag: cannot run piqa"):
         evaluate.evaluate(config)
-    assert {"sciq", "arc_challenge"} <= json.loads(file.read_text()).keys()
+    assert {"sciq", "boolq", "arc_challenge", "mmlu", "cmmlu"} <= json.loads(file.read_text()).keys()
 
 
 @needs_lm_eval
@@ -380,16 +431,19 @@ def test_a_suite_without_a_hub_is_one_line_and_exit_code_2(checkpoint, tmp_path)
     done = run(checkpoint, "--suite", "spes", "--json", tmp_path / "suite.json", home=tmp_path)
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: cannot run sciq, piqa") and "or set HF_HOME to" in last
+    assert last.startswith("error: no numbers of sciq, piqa, ") and "mmlu: cannot run sciq: " in last
+    assert "or set HF_HOME to" in last and done.stderr.count("going on without it") == 12
     assert not (tmp_path / "suite.json").exists()
 
 
 @needs_lm_eval
 @pytest.mark.full
 def test_two_processes_share_the_requests_and_report_once(checkpoint, task_path, tmp_path):
-    """On CPUs, as several GPUs would: the numbers are a single process's."""
+    """On CPUs, as several GPUs would: the numbers are a single process's, and a task without data stops neither."""
+    folder = shutil.copytree(task_path, tmp_path / "tasks")
+    (folder / "piqa.yaml").write_text((folder / "piqa.yaml").read_text().replace("choices.jsonl", "absent.jsonl"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "spes_p2p"]
-    words = ["evaluate", str(checkpoint), "--tasks", "sciq", "mmlu", "c4", "--task-path", str(task_path)]
+    words = ["evaluate", str(checkpoint), "--tasks", "sciq", "piqa", "mmlu", "c4", "--task-path", str(folder)]
     file = tmp_path / "shared.json"
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(
@@ -400,7 +454,8 @@ def test_two_processes_share_the_requests_and_report_once(checkpoint, task_path,
         env=environment,
         cwd=REPOSITORY,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode != 0
+    assert done.stderr.count("error: no numbers of piqa: cannot run piqa: ") == 1, done.stderr
     assert done.stdout.count("word_perplexity") == 1
     alone = tmp_path / "alone.json"
     config = {"tasks": ["sciq", "mmlu", "c4"], "task_path": task_path, "json": alone}

@@ -64,6 +64,20 @@ def test_the_tables_of_a_run_are_those_of_the_command(
 
 
 @pytest.mark.full
+@needs_lm_eval
+def test_of_tasks_one_of_which_cannot_run_the_others_are_logged(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = write_local_tasks(tmp_path / "yaml")
+    (folder / "piqa.yaml").write_text((folder / "piqa.yaml").read_text().replace("choices.jsonl", "absent.jsonl"))
+    flags = ["--tasks", "piqa", "sciq", "--task-path", str(folder), "--limit", "2"]
+    TaskEvaluations(tmp_path / "tasks", flags, copied(checkpoint), threads=1).finish(3)
+    assert "the tasks on round 3 failed (2): error: no numbers of piqa: cannot run piqa: " in caplog.text
+    assert "round 3: sciq 0." in caplog.text or "round 3: sciq 1." in caplog.text
+
+
+@pytest.mark.full
 def test_tasks_that_fail_are_logged_and_end_no_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tasks = TaskEvaluations(tmp_path / "tasks", ["--text", "absent.txt"], lambda folder: folder.mkdir())
     tasks.finish(3)
