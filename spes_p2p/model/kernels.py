@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, one_line
 from spes_p2p.model.frozen import DOWN, GATE_UP, WEIGHT_NAMES, Plain, Weight, write_all
 
 log = logging.getLogger(__name__)
@@ -359,7 +358,7 @@ class GroupedMMKernel(StackedKernel):
 
 
 class MegablocksKernel(StackedKernel):
-    """megablocks' grouped products, from the package `grouped_gemm`; docs/kernels.md tells how to install it.
+    """megablocks' grouped products: prebuilt for the package `kernels`, or from the package `grouped_gemm`.
 
     Source: MegaBlocks (https://arxiv.org/abs/2211.15841).
     """
@@ -371,8 +370,8 @@ class MegablocksKernel(StackedKernel):
             return f"it computes on CUDA devices, not on {device.type}"
         try:
             _grouped_gemm()
-        except (ImportError, OSError) as error:
-            return f"grouped_gemm cannot be imported ({error}), see docs/kernels.md"
+        except ImportError as error:
+            return f"{error}; pip install 'spes-p2p[megablocks]' or see docs/kernels.md"
         return None
 
     def _rows_times(self, rows: Tensor, routing: Routing, weights_EOI: Tensor, transposed: bool) -> Tensor:
@@ -383,10 +382,27 @@ class MegablocksKernel(StackedKernel):
         return _grouped_gemm().gmm(_bf16(grad_RO), x_RI, counts_C, trans_a=True)
 
 
+HUB_REPOSITORY = "kernels-community/megablocks"
+MEGABLOCKS: dict[str, Callable[[], Any]] = {
+    HUB_REPOSITORY: lambda: importlib.import_module("kernels").get_kernel(HUB_REPOSITORY, version=1).gg_backend,
+    "grouped_gemm": lambda: importlib.import_module("grouped_gemm.backend"),
+}
+"""Where megablocks' products come from, without their autograd: prebuilt, or compiled on this machine."""
+
+
 @functools.cache
-def _grouped_gemm() -> ModuleType:
-    """Import the package's products without its autograd."""
-    return importlib.import_module("grouped_gemm.backend")
+def _grouped_gemm() -> Any:
+    """Load products from the first place that has them, and log which; raise ImportError if none has."""
+    failures = ""
+    for name, load in MEGABLOCKS.items():
+        try:
+            found = load()
+        except Exception as error:  # noqa: BLE001 - packages, hub and builds fail with types of their own
+            failures += f"; not {name}: {one_line(error)}"
+        else:
+            log.info("kernel megablocks: products of %s%s", name, failures)
+            return found
+    raise ImportError(failures.removeprefix("; "))
 
 
 def _bf16(rows: Tensor) -> Tensor:

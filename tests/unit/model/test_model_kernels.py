@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -248,14 +250,6 @@ def test_pytorch_without_grouped_mm_says_which_has_it(monkeypatch):
         choose_kernel("grouped_mm", CPU, SHAPES)
 
 
-def test_megablocks_that_does_not_import_says_how_to_install_it():
-    kernels._grouped_gemm.cache_clear()
-    reason = KERNELS["megablocks"]().available(CUDA)
-    if reason is None:
-        pytest.skip("grouped_gemm imports here")
-    assert "grouped_gemm cannot be imported" in reason and "docs/kernels.md" in reason
-
-
 @pytest.mark.parametrize(
     ("device", "capability", "shapes", "chosen", "why"),
     [
@@ -272,6 +266,7 @@ def test_auto_takes_the_best_that_can_be_used_and_logs_why(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    monkeypatch.setattr(kernels, "_grouped_gemm", lambda: pytest.fail("megablocks is loaded only by its name"))
     with caplog.at_level(logging.INFO, logger=kernels.__name__):
         assert choose_kernel("auto", device, shapes).name == chosen
     assert len(caplog.records) == 1 and why in caplog.text
@@ -321,3 +316,96 @@ def test_megablocks_in_fp32_says_what_to_set(seed, monkeypatch):
     bank = bank_of(PlainExperts(), [1], kernel="megablocks")
     with pytest.raises(ConfigError, match=r"bf16 only, not in torch.float32; set train.precision=bf16"):
         bank(*routed(3))
+
+
+GMM = """import torch
+def gmm(a, b, batch_sizes, trans_a=False, trans_b=False, c=None):
+    parts = a.split(batch_sizes.tolist())
+    if trans_a:
+        return torch.stack([x.t() @ y for x, y in zip(parts, b.split(batch_sizes.tolist()))])
+    return torch.cat([x @ (w.t() if trans_b else w) for x, w in zip(parts, b)])
+"""
+HUB = (
+    """from types import SimpleNamespace
+import torch
+def get_kernel(repo_id, *, revision=None, version=None):
+    assert (repo_id, revision, version) == ("kernels-community/megablocks", None, 1)
+    FAULT
+"""
+    + "    import grouped_products\n    return SimpleNamespace(gg_backend=grouped_products)\n"
+)
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Return a function that installs packages, by name and source, where neither of megablocks' is installed."""
+    for name in ("kernels", "grouped_gemm", "grouped_gemm.backend", "grouped_products"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.syspath_prepend(tmp_path)
+    kernels._grouped_gemm.cache_clear()
+
+    def install(files: dict[str, str]) -> None:
+        for name, source in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source)
+            monkeypatch.delitem(sys.modules, name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+
+    yield install
+    kernels._grouped_gemm.cache_clear()
+
+
+COMPILED = {"grouped_gemm/__init__.py": "", "grouped_gemm/backend.py": GMM}
+PREBUILT = {"kernels/__init__.py": HUB.replace("FAULT", ""), "grouped_products.py": GMM}
+NO_KERNELS = "; not kernels-community/megablocks: import of kernels halted; None in sys.modules"
+
+
+@pytest.mark.parametrize(
+    ("files", "taken"),
+    [
+        (PREBUILT, "kernels-community/megablocks"),
+        (PREBUILT | COMPILED, "kernels-community/megablocks"),
+        (COMPILED, f"grouped_gemm{NO_KERNELS}"),
+        (
+            {"kernels/__init__.py": HUB.replace("FAULT", "raise FileNotFoundError('no build\\nfor torch')")} | COMPILED,
+            "grouped_gemm; not kernels-community/megablocks: no build for torch",
+        ),
+        (
+            {"kernels/__init__.py": HUB.replace("FAULT", "raise ValueError('could not verify publisher')")} | COMPILED,
+            "grouped_gemm; not kernels-community/megablocks: could not verify publisher",
+        ),
+    ],
+    ids=["prebuilt", "both", "compiled", "no build", "no hub"],
+)
+def test_megablocks_takes_prebuilt_products_or_compiled_ones_and_logs_which(seed, packages, caplog, files, taken):
+    packages(files)
+    with caplog.at_level(logging.INFO, logger=kernels.__name__):
+        assert KERNELS["megablocks"]().available(CUDA) is None
+        stock = PlainExperts()
+        assert_equals_plain(bank_of(stock, [1, 2], kernel="megablocks"), stock, routed(11), 3e-2, autocast=True)
+    assert caplog.messages == [f"kernel megablocks: products of {taken}"]
+
+
+def test_megablocks_without_products_says_how_to_install_them(packages):
+    reason = KERNELS["megablocks"]().available(CUDA)
+    assert reason == (
+        f"{NO_KERNELS[2:]}; not grouped_gemm: import of grouped_gemm.backend halted; None in sys.modules; "
+        "pip install 'spes-p2p[megablocks]' or see docs/kernels.md"
+    )
+
+
+def test_megablocks_takes_what_the_package_kernels_loads(seed, tmp_path, monkeypatch):
+    """A kernel in a folder in place of the hub, loaded by the real package."""
+    pytest.importorskip("kernels", reason="kernels is not installed: extra `megablocks`")
+    build = tmp_path / "build" / "torch-cpu"
+    build.mkdir(parents=True)
+    (build / "grouped.py").write_text(GMM)
+    (build / "__init__.py").write_text("from . import grouped as gg_backend\n")
+    metadata = {"id": "spes_test", "name": "megablocks", "version": 1, "license": "Apache-2.0", "python-depends": []}
+    (build / "metadata.json").write_text(json.dumps(metadata | {"backend": {"type": "cpu"}}))
+    monkeypatch.setenv("LOCAL_KERNELS", f"kernels-community/megablocks={tmp_path}")
+    kernels._grouped_gemm.cache_clear()
+    stock = PlainExperts()
+    assert_equals_plain(bank_of(stock, [1, 2], kernel="megablocks"), stock, routed(11), 3e-2, autocast=True)
+    assert kernels._grouped_gemm().__file__ == str(build / "grouped.py")
+    kernels._grouped_gemm.cache_clear()
