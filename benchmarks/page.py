@@ -62,7 +62,6 @@ REFUSALS = [
     "test_link.py::test_a_bad_link_on_the_command_line_names_the_remedy",
     "test_controls.py::test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing",
     "test_controls.py::test_a_file_that_does_not_fit_is_one_line_with_the_remedy",
-    "test_service.py::test_a_command_that_a_service_could_not_repeat_is_refused",
     "monitor/test_monitor_uploads.py::test_a_place_of_another_form_is_refused_with_what_there_is",
 ]
 VERBS = [

@@ -25,7 +25,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "peer": ("PeerConfig", "spes_p2p.peer.life", "found or join a run, and train it"),
     "join": ("JoinConfig", "spes_p2p.commands.join", "join the run that a link names, and train it"),
     "ctl": ("CtlConfig", "spes_p2p.commands.ctl", "pause, resume, limit or end a running peer"),
-    "service": ("ServiceConfig", "spes_p2p.commands.service", "keep a peer running as a systemd user service"),
     "cluster": ("ClusterConfig", "spes_p2p.commands.cluster", "one peer per node of a cluster's job"),
     "monitor": ("MonitorConfig", "spes_p2p.commands.monitor", "follow a run; leave model and report behind"),
     "local": ("ExperimentConfig", "spes_p2p.commands.local", "a whole swarm on this machine"),

@@ -34,7 +34,6 @@ from spes_p2p.config.run import RunConfig
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64})?")
 SuiteName = Literal["spes"]
 
 
@@ -73,23 +72,16 @@ class JoinConfig(VolunteerConfig):
     foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(_join_hint)
 
     link: CliPositionalArg[str]
-    """The run's link, one word that begins with `spes:`; every peer prints it. With --lan, the run's name will do, of
-    which a peer on this network has --lan too."""
+    """The run's link, one word that begins with `spes:`; every peer prints it."""
     output: Path | None = None  # type: ignore[assignment]
     """Directory of this peer's identity, versions and checkpoint; by default runs/ and the run's name."""
 
-    @property
-    def name_on_lan(self) -> str | None:
-        """The run's name, or `NAME@FOUNDER`, where that is given in place of a link."""
-        return self.link if self.lan and _NAME.fullmatch(self.link) else None
-
     @model_validator(mode="after")
     def _check_link(self) -> JoinConfig:
-        if self.name_on_lan is None:
-            try:
-                JoinLink.parse(self.link)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
+        try:
+            JoinLink.parse(self.link)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self
 
 
@@ -514,24 +506,5 @@ class CtlConfig(CommandConfig):
     """TIME of a pause; NAME=VALUE words of set and rules."""
     output: Path | None = None
     """The peer's --output; by default the one folder in runs/ of a peer with a page."""
-    log_level: str = "warning"
-    """Least severe event to log."""
-
-
-class ServiceConfig(CommandConfig):
-    """Run a peer as a systemd service of this user: it starts at login, and again after a failure.
-
-    VERB is one of: install, status, remove. install takes the peer's command in quotes, as in
-    `spes service install "spes join LINK --threads 2"`. Its log is systemd's (`journalctl --user -u spes`).
-    """
-
-    model_config = SettingsConfigDict(env_prefix="SPES_SERVICE_", cli_prog_name="spes service")
-
-    verb: CliPositionalArg[Literal["install", "status", "remove"]]
-    """What to do."""
-    command: CliPositionalArg[str | None] = None
-    """The peer's command, one word in quotes: `spes join LINK ...`, or `spes peer ... --resume`."""
-    name: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")] = "spes"
-    """Name of the service."""
     log_level: str = "warning"
     """Least severe event to log."""

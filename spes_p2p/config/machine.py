@@ -317,8 +317,6 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Multiaddrs by which others reach this peer. /ip4/203.0.113.7/tcp/4001 is one; by default from host and port."""
     map_port: bool = False
     """Have the router forward the port. By UPnP, while the peer runs; the router's address is announced."""
-    lan: bool = False
-    """Tell this network of the run. By multicast DNS; machines on it then join with `spes join NAME --lan`."""
     client_mode: bool = False
     """Call others, but take no calls. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=768)] | None = None

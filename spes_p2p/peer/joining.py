@@ -61,7 +61,6 @@ from spes_p2p.swarm.manifest import (
 from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.lan import check_lan, told_on_lan
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, check_port, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import mapped_port
@@ -192,8 +191,6 @@ def _identity(config: PeerConfig) -> Identity:
 
 @contextlib.contextmanager
 def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Amendments]]:
-    if config.lan:
-        check_lan()
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
     if config.initial_peers and config.adapter is not None:
@@ -222,9 +219,7 @@ def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Adm
             swarm.links.learn_kind()
             log.info("this peer takes no calls; %s", swarm.links.told())
         manifest = _manifest(config, swarm, founded, kept.manifest)
-        entered = _enter(config, swarm, manifest, kept.found, founds=founded is not None)
-        with _told_on_lan(config, swarm, manifest):
-            yield entered
+        yield _enter(config, swarm, manifest, kept.found, founds=founded is not None)
     finally:
         swarm.close()
 
@@ -252,15 +247,6 @@ def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
         listen=ListenConfig(host, port, tuple(config.announce), client_mode=client_mode),
     )
     return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
-
-
-def _told_on_lan(
-    config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest
-) -> contextlib.AbstractContextManager[None]:
-    if not config.lan:
-        return contextlib.nullcontext()
-    addresses = [] if swarm.node.client_mode else swarm.node.addresses()
-    return told_on_lan(manifest.run_id, manifest.founder, swarm.peer_id, addresses, config.host)
 
 
 def listen_host(config: PeerConfig, known: Peerstore) -> str:
