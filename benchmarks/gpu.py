@@ -114,7 +114,7 @@ def parity_rows(bench: Bench) -> Iterator[Row]:
         yield Row(
             f"frozen experts in {storage}, decoded: bits of the CPU", "equal" if same else "differ", "equal", same
         )
-    for optimizer in ("adamw", "adamw8bit", "lion8bit"):
+    for optimizer in ("adamw", "adamw8bit"):
         losses = [_losses(device, optimizer) for device in ("cpu", bench.device)]
         error = max(abs(own / other - 1) for own, other in zip(*losses, strict=True))
         name = f"20 steps of {optimizer}: largest difference of the loss from the CPU's"

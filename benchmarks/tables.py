@@ -14,7 +14,6 @@ from benchmarks.baselines import CENTRALISED
 from benchmarks.machine import Circumstances
 from benchmarks.stock import StockPace
 from benchmarks.tasks import Subject
-from spes_p2p.config import RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.view import PHASES
 
@@ -229,13 +228,7 @@ def _circumstances(circumstances: Circumstances, measured: Measured, subject: Su
         f"{model.intermediate_size}, top {model.top_k}; {run.data.source} corpus, sequences of "
         f"{run.data.sequence_length}",
         f"{measured.peers} peers, batch {train.batch_size} each, {run.round.total} rounds, "
-        f"{train.optimizer} at {train.lr:g} ({train.schedule}), {train.precision}, {_outer(run)}; "
+        f"{train.optimizer} at {train.lr:g} ({train.schedule}), {train.precision}, outer {run.outer.optimizer}; "
         "everything else in the .json beside",
     ]
     return "\n".join(f"- {line}" for line in lines) + "\n"
-
-
-def _outer(run: RunConfig) -> str:
-    """Return what moves the anchors, of slots as well if that is another."""
-    shared, slots = run.outer.optimizer, run.outer.of_slots.optimizer
-    return f"outer {shared}" if shared == slots else f"outer {shared}, of slots {slots}"

@@ -88,7 +88,7 @@ class Checker:
         """Stop waiting for the orphans of a side that is no more."""
         self._orphaned = {key: value for key, value in self._orphaned.items() if key[0] != side}
 
-    def change(self, now: float, peer: str, old: Sequence[int], new: Sequence[int], is_excused: bool) -> None:
+    def change(self, now: float, peer: str, old: Sequence[int], new: Sequence[int], saw_orphan: bool) -> None:
         """Note that a peer holds other slots than before.
 
         Args:
@@ -96,12 +96,12 @@ class Checker:
             peer: The peer.
             old: Slots before.
             new: Slots after.
-            is_excused: It saw an orphan, or it is a rotation's turn.
+            saw_orphan: Whether it saw a slot without a holder.
         """
         moved = [(slot, True) for slot in set(new) - set(old)] + [(slot, False) for slot in set(old) - set(new)]
         for slot, is_adopted in moved:
             since = now - self._changed.get((peer, slot, not is_adopted), float("-inf"))
-            if since < self._cooldown and not is_excused:
+            if since < self._cooldown and not saw_orphan:
                 self._violated(now, f"{peer} changes its mind about slot {slot} after {since:.0f} s")
             self._changed[peer, slot, is_adopted] = now
             self.report.adoptions += is_adopted

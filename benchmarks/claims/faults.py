@@ -11,9 +11,6 @@ from spes_p2p.config import RoundConfig
 LEASE_SECONDS, HEARTBEAT_SECONDS = 30.0, 10.0
 QUIET_SECONDS = 400.0
 """After the last fault: leases end, and coverage evens out lease by lease."""
-ROTATION_SECONDS, ROTATION_ROUNDS = 60.0, 2
-"""Time, beside the training time of these rounds, in which a rotation that is under way at the end completes: a peer
-that sees the others' turns late takes an unexpected turn, and the following round evens that out."""
 LARGE = 200
 """Peers from which on less virtual time is simulated."""
 
@@ -86,9 +83,7 @@ def live_through(
     draw = random.Random(seed)
     num_peers = round(peers[0] * (peers[1] / peers[0]) ** draw.random())
     num_slots = draw.choice([4, 8, 16, 32, 64, 128] if num_peers > 8 else [4, 8, 16])
-    settings = RoundConfig(
-        lease_seconds=LEASE_SECONDS, heartbeat_seconds=HEARTBEAT_SECONDS, rotate_rounds=draw.choice([0, 0, 4, 8])
-    )
+    settings = RoundConfig(lease_seconds=LEASE_SECONDS, heartbeat_seconds=HEARTBEAT_SECONDS)
     round_seconds = draw.uniform(5, 40)
     simulation = Simulation(
         random.Random(seed + 1),
@@ -110,9 +105,5 @@ def live_through(
     if simulation.sides > 1:
         simulation.heal()
     simulation.run_until(until + (QUIET_SECONDS / 3 if num_peers >= LARGE else QUIET_SECONDS))
-    grace = ROTATION_SECONDS + ROTATION_ROUNDS * round_seconds
-    ends = simulation.now + (grace if settings.rotate_rounds else 0.0)
-    while simulation.unsettled() and simulation.now < ends:
-        simulation.run_until(simulation.now + HEARTBEAT_SECONDS / 2)
     simulation.checker.settled(simulation.now, simulation.unsettled())
     return simulation.checker.report

@@ -176,19 +176,15 @@ class Simulation:
 
     def rebalance(self, peer: VirtualPeer) -> None:
         """Have a peer look at the claims between two rounds."""
-        view, interval = self.view(peer), self.settings.rotate_rounds
-        is_turn = interval > 0 and peer.round % interval == 0
-        target = peer.claimant.after_round(self.now, view, peer.round)
-        self._hold(peer, target, view, is_turn=is_turn)
+        view = self.view(peer)
+        self._hold(peer, peer.claimant.after_round(self.now, view), view)
 
-    def _hold(
-        self, peer: VirtualPeer, target: tuple[int, ...], view: dict[str, Claim], *, is_turn: bool = False
-    ) -> None:
+    def _hold(self, peer: VirtualPeer, target: tuple[int, ...], view: dict[str, Claim]) -> None:
         if target == peer.slots:
             return
         if peer.state == "active":
-            is_excused = is_turn or bool(orphans(view, self.num_slots))
-            self.checker.change(self.now, peer.peer_id, peer.slots, target, is_excused)
+            saw_orphan = bool(orphans(view, self.num_slots))
+            self.checker.change(self.now, peer.peer_id, peer.slots, target, saw_orphan)
         peer.hold(target)
         self._store(peer)
         self.look_around()

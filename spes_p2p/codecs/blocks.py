@@ -1,7 +1,7 @@
 """Codecs: the encodings of a vector's elements on the wire.
 
 Shape legend: N elements of a vector, R rows (vectors of equal length) of Y bytes, B blocks of W elements, P bytes of
-packed codes, K kinds of values.
+packed codes.
 """
 
 from __future__ import annotations
@@ -51,14 +51,6 @@ def check_scales(scale: Tensor, largest: float) -> None:
             f"payload holds a scale of {worst:.3g}, neither 0 nor from 2^-100 to {largest:.3g}; "
             f"fetch it from another peer"
         )
-
-
-def tree_sum_(values_KWB: Tensor) -> Tensor:
-    """Return the sums [K, B] over W, a power of two, in the same order on every processor; overwrite the values."""
-    while (width := values_KWB.shape[1]) > 1:
-        first_KWB, second_KWB = values_KWB.split(width // 2, dim=1)
-        values_KWB = first_KWB.add_(second_KWB)
-    return values_KWB[:, 0]
 
 
 SMALLEST = 2.0**-126
@@ -179,27 +171,25 @@ def are_good(values_N: Tensor, non_negative: bool = False) -> bool:
 
 
 class BlockCodec(Codec):
-    """Base of codecs with a scale per block of elements."""
+    """Base of codecs with a scale of 16 bits per block of elements."""
 
     block: ClassVar[int]
     """W, the elements of a block."""
-    scales: ClassVar[int] = 1
-    """Number of scales per block, 16 bits each."""
     bits: ClassVar[int]
     """Bits per code."""
 
     def num_bytes(self, numel: int) -> int:
-        return self._num_blocks(numel) * (2 * self.scales + self.block * self.bits // 8)
+        return self._num_blocks(numel) * (2 + self.block * self.bits // 8)
 
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
         flat_RN, out_RY = flat_N.view(rows, -1), out.view(rows, -1)
         num_blocks = self._num_blocks(flat_RN.shape[1])
         if not num_blocks:
             return
-        edge = 2 * self.scales * num_blocks
+        edge = 2 * num_blocks
         padding = num_blocks * self.block - flat_RN.shape[1]
         padded_RN = pad(flat_RN, (0, padding)) if padding else flat_RN
-        scale_bits = self.encode_blocks(padded_RN.view(rows, num_blocks, self.block), out_RY[:, edge:], padding)
+        scale_bits = self.encode_blocks(padded_RN.view(rows, num_blocks, self.block), out_RY[:, edge:])
         out_RY[:, :edge].copy_(scale_bits.reshape(rows, -1).view(torch.uint8))
 
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
@@ -207,23 +197,22 @@ class BlockCodec(Codec):
         num_blocks = self._num_blocks(out_RN.shape[1])
         if not num_blocks:
             return
-        edge = 2 * self.scales * num_blocks
+        edge = 2 * num_blocks
         is_whole = num_blocks * self.block == out_RN.shape[1]
         padded_RN = out_RN if is_whole else out_N.new_empty(rows, num_blocks * self.block)
         # A message may start at an odd byte; its copy is aligned.
-        scale_bits = data_RY[:, :edge].contiguous().clone().view(torch.int16).view(rows, num_blocks, self.scales)
+        scale_bits = data_RY[:, :edge].contiguous().clone().view(torch.int16).view(rows, num_blocks, 1)
         self.decode_blocks(scale_bits, data_RY[:, edge:], padded_RN.view(rows, num_blocks, self.block))
         if not is_whole:
             out_RN.copy_(padded_RN[:, : out_RN.shape[1]])
 
     @abstractmethod
-    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
-        """Encode at least one block per row; return the scales, int16 [R, B, scales].
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor) -> Tensor:
+        """Encode at least one block per row; return the scales, int16 [R, B, 1].
 
         Args:
             flat_RBW: Values to encode.
             codes_RP: Receives the codes, uint8.
-            padding: Number of elements at the end of each row that are padding.
         """
 
     @abstractmethod
@@ -246,7 +235,7 @@ class Int8(BlockCodec):
     LARGEST_SCALE = 2.0**121 * (1 + 2.0**-7)
     """Scale of fp32's largest number; 127 times it is finite."""
 
-    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor) -> Tensor:
         scratch_RBW = flat_RBW.abs()
         largest_RB1 = scratch_RBW.amax(dim=-1, keepdim=True)
         if not bool((largest_RB1 < torch.inf).all()):
@@ -279,7 +268,7 @@ class RootInt8(BlockCodec):
     LARGEST_SCALE = 2.0**56 * (1 + 2.0**-8)
     """Scale of fp32's largest number; the square of 255 times it is finite."""
 
-    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor) -> Tensor:
         # numpy's root is correctly rounded on every processor, torch's is not. A negative value's root is NaN.
         with np.errstate(invalid="ignore"):
             root_RBW = torch.from_numpy(np.sqrt(flat_RBW.detach().numpy()))
@@ -314,7 +303,7 @@ class Int4(BlockCodec):
     LARGEST_SCALE = 2.0**125 - 2.0**117
     """The largest bf16 whose product with -8 is finite."""
 
-    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor) -> Tensor:
         most_RB1, least_RB1 = flat_RBW.amax(dim=-1, keepdim=True), flat_RBW.amin(dim=-1, keepdim=True)
         extreme_RB1 = most_RB1.where(most_RB1 >= -least_RB1, least_RB1)
         if not bool(extreme_RB1.isfinite().all()):
@@ -335,63 +324,3 @@ class Int4(BlockCodec):
         first_RP.copy_(signed_RP.bitwise_left_shift(4).bitwise_right_shift_(4))
         second_RP.copy_(signed_RP.bitwise_right_shift(4))
         out_RBW.mul_(scale_RB1)
-
-
-class Int2(BlockCodec):
-    """Four levels, two magnitudes with either sign: 2.25 bits per element.
-
-    The magnitudes are the means of the block's small and of its large ones, separated by three steps of k-means. The
-    error's norm is a third of the block's for Gaussian values, 0 for a block with one outlier, and never above
-    sqrt(1 - 0.99 / W) of it.
-    """
-
-    block = 128
-    scales = 2
-    bits = 2
-
-    LARGEST_SCALE = 2.0**128 - 2.0**119
-    """The largest number of nine bits."""
-
-    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
-        rows = zip(flat_RBW, codes_RP, strict=True)
-        return torch.stack([self._encode_row(flat_BW, codes_P, padding) for flat_BW, codes_P in rows])
-
-    def decode_blocks(self, scale_bits: Tensor, codes_RP: Tensor, out_RBW: Tensor) -> None:
-        for row in zip(scale_bits, codes_RP, out_RBW, strict=True):
-            self._decode_row(*row)
-
-    def _encode_row(self, flat_BW: Tensor, codes_P: Tensor, padding: int) -> Tensor:
-        # A block is a column, so that additions go over whole rows. Values are divided by W, so that no sum overflows.
-        flat_WB = flat_BW.t().contiguous()
-        size_WB = flat_WB.abs().mul_(1 / self.block)
-        num_B = torch.full((len(flat_BW),), float(self.block))
-        num_B[-1] -= padding
-        border_B = tree_sum_(size_WB[None].clone())[0] / num_B
-        if not bool(border_B.isfinite().all()):
-            raise self.refusal()
-        is_large_WB, small_large_2WB = torch.empty_like(size_WB), torch.empty(2, *size_WB.shape)
-        for _ in range(3):
-            torch.gt(size_WB, border_B, out=is_large_WB)
-            torch.mul(size_WB, is_large_WB, out=small_large_2WB[1])
-            torch.sub(size_WB, small_large_2WB[1], out=small_large_2WB[0])
-            num_large_B = is_large_WB.sum(dim=0)
-            nums_2B = torch.stack((num_B - num_large_B, num_large_B)).clamp_(min=1)
-            levels_2B = tree_sum_(small_large_2WB) / nums_2B
-            border_B = (levels_2B[0] + levels_2B[1]) / 2
-        is_negative_WB = torch.lt(flat_WB, 0, out=size_WB)
-        codes_4P = is_large_WB.add_(is_negative_WB.mul_(2)).to(torch.int8).view(4, -1)
-        packed_P = codes_P.view(torch.int8).copy_(codes_4P[0])
-        for quarter in (1, 2, 3):
-            packed_P.bitwise_or_(codes_4P[quarter].bitwise_left_shift_(2 * quarter))
-        return to_scale_bits(levels_2B.mul_(self.block).clamp_(max=self.LARGEST_SCALE).t())
-
-    def _decode_row(self, scale_bits: Tensor, codes_P: Tensor, out_BW: Tensor) -> None:
-        levels_B2 = from_scale_bits(scale_bits)
-        check_scales(levels_B2, self.LARGEST_SCALE)
-        low_B, high_B = levels_B2.t().contiguous()
-        codes_WB = torch.stack([codes_P.bitwise_right_shift(shift) for shift in (0, 2, 4, 6)]).view(self.block, -1)
-        is_large_WB = codes_WB.bitwise_and(1).float()
-        sign_WB = codes_WB.bitwise_and_(2).float().neg_().add_(1)
-        # One of the two terms is 0, so the sum is exact.
-        size_WB = is_large_WB.mul(high_B).add_(is_large_WB.neg_().add_(1).mul_(low_B))
-        out_BW.copy_(size_WB.mul_(sign_WB).t())

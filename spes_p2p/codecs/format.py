@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.blocks import Bf16, Codec, Fp32, Int2, Int4, Int8, NonNegativeBf16, NonNegativeFp32, RootInt8
+from spes_p2p.codecs.blocks import Bf16, Codec, Fp32, Int4, Int8, NonNegativeBf16, NonNegativeFp32, RootInt8
 from spes_p2p.codecs.paged import PIECE_NUMEL, PagedVector
 from spes_p2p.errors import ConfigError, ExchangeError
 
@@ -22,7 +22,7 @@ MIN_PART_NUMEL = 16_384
 PARTS = 64
 """Parts that a long segment has at least, so that many members can reduce about equal shares of it."""
 
-CODECS: Mapping[str, type[Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8, "int4": Int4, "int2": Int2}
+CODECS: Mapping[str, type[Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8, "int4": Int4}
 """Codecs by their name in a run's config."""
 NON_NEGATIVE_CODECS: Mapping[str, type[Codec]] = {"fp32": NonNegativeFp32, "bf16": NonNegativeBf16, "int8": RootInt8}
 """Codecs for values that are never negative, and of which no positive one may become 0."""

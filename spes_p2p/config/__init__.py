@@ -16,7 +16,6 @@ from spes_p2p.config.checkpoint import (
 from spes_p2p.config.data import DataConfig, Packing, SourceConfig
 from spes_p2p.config.link import MAX_ADDRESSES, Address, JoinLink, PeerId
 from spes_p2p.config.machine import (
-    EIGHT_BIT,
     MIN_MBIT,
     CommandConfig,
     KeptRounds,
@@ -40,7 +39,6 @@ from spes_p2p.config.run import (
     ModelConfig,
     OptimizerName,
     OuterConfig,
-    OuterStep,
     RoundConfig,
     RunConfig,
     TrainConfig,

@@ -373,8 +373,6 @@ class PeerConfig(VolunteerConfig, NamedRun):
         return None if self.adapter == Path("lora") else self.adapter
 
 
-EIGHT_BIT: tuple[OptimizerName, ...] = ("adamw8bit", "lion8bit")
-"""Optimizers of bitsandbytes."""
 MAX_NARROW_SUMS = 8
 """Microbatches whose gradients may be summed in bf16; more would round too much."""
 
@@ -436,10 +434,10 @@ def check_training(train: TrainConfig, machine: MachineConfig, num_ranks: int) -
         )
     if machine.gradients == "fp32":
         return
-    if optimizer not in EIGHT_BIT:
+    if optimizer != "adamw8bit":
         raise ConfigError(
-            f"gradients=bf16 goes with the optimizers {' and '.join(EIGHT_BIT)}, not with {optimizer}; "
-            f"set inner_optimizer to one of them, or gradients=fp32"
+            f"gradients=bf16 goes with the optimizer adamw8bit, not with {optimizer}; set inner_optimizer=adamw8bit, "
+            f"or gradients=fp32"
         )
     if num_ranks > 1:
         raise ConfigError(f"gradients=bf16 works with one rank, not with {num_ranks}; set gradients=fp32")

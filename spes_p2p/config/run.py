@@ -39,8 +39,8 @@ MAX_PEER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
 FOUNDED = "founded"
 """Context in which the settings of a founded run are read, in which the warm-up cannot change."""
-OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"]
-CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
+OptimizerName = Literal["adamw", "adamw8bit", "lamb", "muon"]
+CodecName = Literal["fp32", "bf16", "int8", "int4"]
 
 
 DENSE_FAMILIES = ("llama", "qwen3", "gemma")
@@ -144,15 +144,13 @@ class TrainConfig(Frozen):
     """Sequences per optimizer step of one peer, over all its ranks and microbatches."""
     optimizer: OptimizerName = "adamw"
     """Inner optimizer; a machine may put `adamw8bit` for `adamw`, or the reverse, with --inner-optimizer. `muon` takes
-    AdamW's learning rates, `lion8bit` a third to a tenth of them, `sgd` 10 to 1,000 times them; `lamb`'s are shares of
-    a tensor's norm."""
+    AdamW's learning rates; `lamb`'s are shares of a tensor's norm."""
     lr: Rate = 2e-3
     """Peak learning rate."""
     beta1: Decay = 0.9
-    """Decay of the first moment; the momentum of Muon and SGD, which has none at 0, and Lion's mix of momentum and
-    gradient."""
+    """Decay of the first moment; the momentum of Muon."""
     beta2: Decay = 0.95
-    """Decay of the second moment; of Lion's momentum."""
+    """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Epsilon of AdamW and LAMB."""
     weight_decay: Coefficient = 0.1
@@ -228,9 +226,6 @@ class RoundConfig(Frozen):
     copies: Annotated[int, Field(ge=1, le=8)] = 2
     """Peers on which every slot's weights and moments live at least, where there are so many: what too few hold, others
     keep, so that a slot outlives its last holder. 1 leaves it to the holders."""
-    rotate_rounds: Annotated[int, Field(ge=0, le=MAX_ROUNDS)] = 0
-    """Every so many rounds an eighth of the slots change hands by lot, so that none is trained on one peer's data for
-    ever; each costs two peers a download of a slot and its moments. 0 leaves slots where they are."""
     overlap: Annotated[int, Field(ge=0, le=2**20)] = 0
     """Steps of the next round after which a round's result is applied, or when it lands if that is later; training goes
     on meanwhile. 0 waits for the result before it trains on."""
@@ -275,8 +270,8 @@ class RoundConfig(Frozen):
         return self
 
 
-class OuterStep(Frozen):
-    """One outer optimizer."""
+class OuterConfig(Frozen):
+    """How averaged deltas move the anchor (DiLoCo's outer optimizer)."""
 
     optimizer: Literal["mean", "nesterov"] = "mean"
     """`mean` takes the average as it is; `nesterov` adds momentum over rounds."""
@@ -285,25 +280,14 @@ class OuterStep(Frozen):
     momentum: Decay = 0.9
     """Momentum of `nesterov`."""
 
-    @property
-    def has_momentum(self) -> bool:
-        """Whether anchors move with a momentum, which they then have and travel with."""
-        return self.optimizer == "nesterov"
-
-
-class OuterConfig(OuterStep):
-    """How averaged deltas move the anchor (DiLoCo's outer optimizer)."""
-
-    slots: OuterStep | None = None
-    """The outer optimizer of slots; by default that of `shared`."""
     moments: Literal["both", "second", "local"] = "both"
     """The inner optimizer's moments that are averaged with the deltas: all that it keeps, the second only, which spares
     a third of the averaged bytes, or none. Why they are averaged: docs/convergence.md."""
 
     @property
-    def of_slots(self) -> OuterStep:
-        """The outer optimizer of slots."""
-        return self.slots or self
+    def has_momentum(self) -> bool:
+        """Whether anchors move with a momentum, which they then have and travel with."""
+        return self.optimizer == "nesterov"
 
 
 class CodecConfig(Frozen):
@@ -397,19 +381,16 @@ class RunConfig(Frozen):
 
     def _moments(self, choice: Literal["both", "second", "local"], kind: str) -> tuple[str, ...]:
         kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[choice]
-        if self.train.optimizer == "sgd" and not self.train.beta1:
-            return ()
         # A slot is all matrices, of which Muon keeps one moment.
-        first_only = ("lion8bit", "sgd", "muon") if kind == "slot" else ("lion8bit", "sgd")
-        return kinds[:1] if self.train.optimizer in first_only else kinds
+        return kinds[:1] if self.train.optimizer == "muon" and kind == "slot" else kinds
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
         train = self.train
-        if self.outer.moments == "second" and train.optimizer in ("lion8bit", "muon", "sgd"):
+        if self.outer.moments == "second" and train.optimizer == "muon":
             raise ValueError(
-                f"outer.moments=second, but train.optimizer={train.optimizer} keeps no second moment of an expert; "
-                f"set outer.moments to both or local"
+                "outer.moments=second, but train.optimizer=muon keeps no second moment of an expert; "
+                "set outer.moments to both or local"
             )
         steps = self.round.steps if self.round.mode == "steps" else 1
         if steps * train.batch_size * self.data.sequence_length > MAX_PEER_TOKENS:  # guard: round-tokens

@@ -1,4 +1,4 @@
-"""bitsandbytes' optimizers with 8-bit state, and how a parameter is updated piece by piece."""
+"""bitsandbytes' AdamW with 8-bit state, and how a parameter is updated piece by piece."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def is_quantised(param: Parameter) -> bool:
     return param.numel() >= MIN_8BIT_SIZE
 
 
-def blockwise(cls: str, name: str, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
-    """Return a bitsandbytes optimizer class after a trial step on a small tensor.
+def adamw8bit(device: torch.device) -> Callable[..., torch.optim.Optimizer]:
+    """Return bitsandbytes' AdamW8bit, which updates piece by piece, after a trial step on a small tensor.
 
     Raises:
         ConfigError: bitsandbytes is missing, or the trial failed.
@@ -34,16 +34,15 @@ def blockwise(cls: str, name: str, device: torch.device) -> Callable[..., torch.
     try:
         import bitsandbytes
     except ImportError as error:
-        raise ConfigError(f"optimizer {name} needs bitsandbytes, which does not import ({error}); {remedy}") from error
+        raise ConfigError(f"optimizer adamw8bit needs bitsandbytes ({error}); {remedy}") from error
     trial = Parameter(torch.zeros(MIN_8BIT_SIZE, device=device))
     trial.grad = torch.zeros_like(trial)
-    made = getattr(bitsandbytes.optim, cls)
     try:
-        made([trial]).step()
+        bitsandbytes.optim.AdamW8bit([trial]).step()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"optimizer {name} does not work on {device.type} here ({reason}); {remedy}") from error
-    return _piecewise(made)
+        raise ConfigError(f"optimizer adamw8bit does not work on {device.type} here ({reason}); {remedy}") from error
+    return _piecewise(bitsandbytes.optim.AdamW8bit)
 
 
 def _piecewise(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spes_p2p.config import OptimizerName, TrainConfig
 from spes_p2p.dtensor import distribute_like, full_tensor
-from spes_p2p.optim.blockwise import BLOCK_SIZE, blockwise, is_quantised
+from spes_p2p.optim.blockwise import BLOCK_SIZE, adamw8bit, is_quantised
 
 SHARED = "shared"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,26 +60,6 @@ class Lamb(torch.optim.Optimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
         root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
         return (state["exp_avg"] / (1 - beta1**step)).div_(root).add_(param, alpha=group["weight_decay"])
-
-
-class DecayingSGD(torch.optim.SGD):
-    """SGD whose weight decay is decoupled, as AdamW's is: torch's goes through the momentum, which late moments cannot.
-
-    Source: SGDW, Algorithm 1 (https://arxiv.org/abs/1711.05101), with torch's momentum.
-    """
-
-    def __init__(self, params: Any, decay: float, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self._decay = decay
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.mul_(1 - group["lr"] * self._decay)
-        super().step()
 
 
 class Fp32Muon(torch.optim.Muon):
@@ -238,7 +218,7 @@ class MuonRule(Rule):
 
 
 class BlockwiseRule(Rule):
-    """A bitsandbytes optimizer, whose moments are 8-bit codes with a scale per block.
+    """AdamW of bitsandbytes, whose moments are 8-bit codes with a scale per block.
 
     `exp_avg` and `exp_avg_sq` are uint8 of the parameter's shape; `exp_avg_absmax` and `exp_avg_sq_absmax` hold the
     scales. A small parameter has fp32 moments without scales. The maps from codes to values are constants.
@@ -301,19 +281,11 @@ def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) ->
     options: dict[str, Any]
     if name == "lamb":
         return (Rule(Lamb(none, {"eps": train.eps, **settings}), both, decays),)
-    first, step = {"exp_avg": "state1", "exp_avg_absmax": "absmax1"}, {"step": "step"}
     if name == "adamw8bit":
-        optimizer = blockwise("AdamW8bit", name, device)(none, eps=train.eps, **settings)
+        optimizer = adamw8bit(device)(none, eps=train.eps, **settings)
+        first = {"exp_avg": "state1", "exp_avg_absmax": "absmax1"}
         second = {"exp_avg_sq": "state2", "exp_avg_sq_absmax": "absmax2"}
-        return (BlockwiseRule(optimizer, first | second | step, decays),)
-    if name == "lion8bit":
-        optimizer = blockwise("Lion8bit", name, device)(none, **settings)
-        # Lion's step weighs its momentum by beta1, but the momentum decays by beta2.
-        return (BlockwiseRule(optimizer, first | step, {"exp_avg": train.beta2}, is_biased=False),)
-    if name == "sgd":
-        kinds = {"exp_avg": "momentum_buffer"} if train.beta1 else {}
-        sgd = DecayingSGD(none, train.weight_decay, lr=train.lr, momentum=train.beta1)
-        return (Rule(sgd, kinds, decays, is_biased=False),)
+        return (BlockwiseRule(optimizer, first | second | {"step": "step"}, decays),)
     adamw = Rule(torch.optim.AdamW(none, eps=train.eps, fused=True, **settings), both, decays)
     if name != "muon":
         return (adamw,)

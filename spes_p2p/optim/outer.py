@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spes_p2p.config import MergeConfig, OuterStep
+from spes_p2p.config import MergeConfig, OuterConfig
 
 
 class OuterOptimizer:
@@ -25,7 +25,7 @@ class OuterOptimizer:
         outer: Kind of step, rate and momentum; a run may have one for `shared` and another for slots.
     """
 
-    def __init__(self, outer: OuterStep) -> None:
+    def __init__(self, outer: OuterConfig) -> None:
         self._outer = outer
 
     @property

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 
 from spes_p2p.codecs.kept import INT8_BLOCK
 from spes_p2p.config import (
-    EIGHT_BIT,
     CodecConfig,
     MachineConfig,
     OptimizerName,
@@ -31,8 +30,7 @@ class Setup:
         averaged_moments: Number of its moments that are averaged with the deltas of `shared`.
         kept_moments: Number of its moments that are published of every slot.
         copies: Fewest peers that should hold a slot.
-        shared_momentum: Whether the shared anchor has an outer momentum, which travels with it.
-        slot_momentum: Whether the slots' anchors have one.
+        outer_momentum: Whether anchors have an outer momentum, which travels with them.
         codecs: Codecs of deltas and averaged moments.
         refresh_slots: Other peers' slots fetched per round; None fetches all.
         overlaps: Whether a round is averaged while the next one trains.
@@ -54,8 +52,7 @@ class Setup:
     averaged_moments: int = 2
     kept_moments: int = 0
     copies: int = 1
-    shared_momentum: bool = False
-    slot_momentum: bool = False
+    outer_momentum: bool = False
     codecs: CodecConfig = field(default_factory=CodecConfig)
     refresh_slots: int | None = None
     overlaps: bool = False
@@ -111,8 +108,7 @@ class Setup:
             averaged_moments=len(run.averaged_moments("shared")),
             kept_moments=len(run.kept_moments("slot")),
             copies=run.round.copies,
-            shared_momentum=run.outer.has_momentum,
-            slot_momentum=run.outer.of_slots.has_momentum,
+            outer_momentum=run.outer.has_momentum,
             codecs=run.codecs,
             refresh_slots=machine.refresh_slots,
             overlaps=run.round.overlap > 0,
@@ -135,7 +131,7 @@ class Setup:
 
 FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
 """Bytes per frozen parameter; int8 and nf4 have an fp32 scale per block, nf4's of 64."""
-MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lion8bit": 1, "lamb": 2, "muon": 2, "sgd": 1}
+MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lamb": 2, "muon": 2}
 """Moments per parameter; Muon keeps one of the matrices, and AdamW's two of the rest."""
 EIGHT_BIT_BYTES = 1 + 4 / 256
 """Bytes of an 8-bit moment, with an fp32 scale per block of 256."""
@@ -264,13 +260,13 @@ def base_bytes(size: ModelSize, storage: Storage) -> int:
 def optimizer_bytes(size: ModelSize, claimed: int, optimizer: OptimizerName) -> int:
     """Return the bytes of an inner optimizer's state for all trained parameters.
 
-    Per parameter: 8 for AdamW and LAMB; for 8-bit AdamW 2 + 8/256 in tensors of 4096 elements or more, else 8; half of
-    that for 8-bit Lion; 4 for SGD; for Muon 4 in matrices of attention, routers and experts, else 8.
+    Per parameter: 8 for AdamW and LAMB; for 8-bit AdamW 2 + 8/256 in tensors of 4096 elements or more, else 8;
+    for Muon 4 in matrices of attention, routers and experts, else 8.
     """
     trained = size.trained_params(claimed)
     if optimizer == "muon":
         return FP32 * (2 * trained - size.matrix_params - claimed * size.slot_params)
-    if optimizer not in EIGHT_BIT:
+    if optimizer != "adamw8bit":
         return FP32 * MOMENTS[optimizer] * trained
     small = size.small_shared_params + claimed * size.small_slot_params
     return round(MOMENTS[optimizer] * (FP32 * small + EIGHT_BIT_BYTES * (trained - small)))
@@ -376,7 +372,7 @@ def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupV
             numel=size.shared_params,
             largest=size.shared_params,
             copies=1 + setup.averaged_moments,
-            anchors=1 + setup.shared_momentum,
+            anchors=1 + setup.outer_momentum,
             encoded=element_bytes(shared) + setup.averaged_moments * moment,
             is_exact=is_exact(shared),
         ),
@@ -384,7 +380,7 @@ def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupV
             numel=claimed * size.slot_params,
             largest=size.slot_params if claimed else 0,
             copies=1 + setup.slot_moments,
-            anchors=1 + setup.slot_momentum,
+            anchors=1 + setup.outer_momentum,
             encoded=element_bytes(slots) + setup.slot_moments * moment,
             is_exact=is_exact(slots),
         ),
@@ -403,7 +399,7 @@ def loading_bytes(size: ModelSize, setup: Setup) -> int:
             base_bytes(replace(size, base_params=size.base_params - size.expert_params), setup.base),
             round(FROZEN_BYTES[setup.base] * size.slot_base_params),
         )
-    largest = max((1 + setup.shared_momentum) * size.shared_params, (1 + setup.slot_momentum) * size.slot_params)
+    largest = (1 + setup.outer_momentum) * max(size.shared_params, size.slot_params)
     return setup.num_ranks * models + FP32 * largest
 
 
@@ -493,7 +489,7 @@ def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
     # bf16 gradients need an 8-bit optimizer and one rank, and accumulate inaccurately.
     if setup.num_ranks == 1 and not setup.accumulates:
         for flags, other in smaller:
-            if other.optimizer in EIGHT_BIT:
+            if other.optimizer == "adamw8bit":
                 yield " ".join([*flags, "--gradients bf16"]), replace(other, gradient_bytes=2)
 
 

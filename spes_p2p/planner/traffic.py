@@ -92,8 +92,8 @@ def newcomer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     Of `shared` it fetches the moments that are averaged. The base of adapters is not in it: a peer may have a copy.
     """
     moment = element_bytes(setup.codecs.moments)
-    shared = (FP32 * (1 + setup.shared_momentum) + setup.averaged_moments * moment) * size.shared_params
-    version = FP32 * (1 + setup.slot_momentum)
+    shared = (FP32 * (1 + setup.outer_momentum) + setup.averaged_moments * moment) * size.shared_params
+    version = FP32 * (1 + setup.outer_momentum)
     others = size.num_slots * (version if setup.kept is None else FROZEN_BYTES[setup.kept])
     own = claimed * (setup.kept_moments * moment + (0 if setup.kept is None else version))
     return round(shared + (others + own) * size.slot_params)
@@ -134,7 +134,7 @@ def fetched_bytes(num_others: int, setup: Setup) -> float:
 
 def _version_bytes(setup: Setup, rounds_behind: float) -> float:
     """Return the bytes that update an fp32 version of a slot, per parameter: of deltas, or of a copy."""
-    copy = FP32 * (2.0 if setup.slot_momentum else 1.0)
+    copy = FP32 * (2.0 if setup.outer_momentum else 1.0)
     if is_exact(setup.codecs.slots) or rounds_behind > setup.codecs.keyframe_rounds:
         return copy
     return min(copy, rounds_behind * element_bytes(setup.codecs.slots))

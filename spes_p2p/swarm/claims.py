@@ -18,7 +18,7 @@ Allocation = dict[str, tuple[int, ...]]
 """Slots of each peer, ascending."""
 
 MOVED_SHARE = 8
-"""A rotation moves one of this many slots of the model, levelling one of this many slots of a peer; at least one."""
+"""Levelling moves one of this many slots of a peer, at least one."""
 PATIENCE_HEARTBEATS = 2
 """Heartbeats for which an orphan waits for the peer that it is allocated to, before it is allocated to another."""
 
@@ -69,43 +69,6 @@ def level(run_id: str, num_slots: int, claims: Mapping[str, Claim]) -> Allocatio
     return table.allocation()
 
 
-def rotate(run_id: str, num_slots: int, claims: Mapping[str, Claim], turn: int) -> Allocation:
-    """Return the slots that each peer should hold after a few slots have changed hands.
-
-    A hash names a taker for each of these slots, which gives up another slot for it; then the coverage is levelled as
-    in `level`. Peers may act one after the other: the result is as even whichever of them have acted already.
-
-    Args:
-        run_id: Seeds the hashes.
-        num_slots: Experts per layer.
-        claims: Unexpired claims by peer id.
-        turn: Number of the rotation; every slot is drawn once in `MOVED_SHARE` rotations.
-    """
-    table = _Table(run_id, num_slots, claims)
-    size = max(1, num_slots // MOVED_SHARE)
-    order = sorted(range(num_slots), key=lambda slot: table.lot("turn", slot))
-    if not order:
-        return table.allocation()
-    drawn = [order[(turn * size + index) % num_slots] for index in range(size)]
-    taken = set()
-    for slot in drawn:
-        peers = [peer for peer in table.held if table.held[peer] or table.room[peer]]
-        taker = min(peers, key=lambda peer: table.lot("taker", turn, slot, peer), default=None)
-        if taker is None:
-            continue
-        givable = table.held[taker] - set(drawn)
-        if slot not in table.held[taker] and (table.room[taker] or givable):
-            if not table.room[taker]:
-                table.take(taker, min(givable, key=lambda other: table.lot("given", turn, other, taker)))
-            table.give(taker, slot)
-        taken.add((taker, slot))
-    table.settle()
-    # A peer that holds all drawn slots may have to give up all of them.
-    _exchange(table, lambda peer, slot: (peer, slot) not in taken and table.has_more_to_move(peer, size))
-    _exchange(table, lambda peer, slot: (peer, slot) not in taken, most=0)
-    return table.allocation()
-
-
 def _known(slots: tuple[int, ...], num_slots: int) -> tuple[int, ...]:
     """Return those of the slots that the model has."""
     return slots if max(slots, default=-1) < num_slots else tuple(slot for slot in slots if slot < num_slots)
@@ -139,7 +102,7 @@ class _Table:
             self.room[peer] = most - len(self.held[peer])
             for slot in self.held[peer]:
                 self.holders[slot].add(peer)
-        self.settle()
+        self._first = {peer: frozenset(slots) for peer, slots in self.held.items()}
 
     def lot(self, *parts: str | int) -> bytes:
         return _lot(self._run_id, *parts)
@@ -156,14 +119,9 @@ class _Table:
         self.room[peer] += 1
         self._moved[peer] -= slot not in self._first[peer]
 
-    def settle(self) -> None:
-        """Count moved slots from the present allocation on."""
-        self._first = {peer: frozenset(slots) for peer, slots in self.held.items()}
-        self._moved.clear()
-
-    def has_more_to_move(self, peer: str, least: int = 1) -> bool:
-        """Tell whether a peer may exchange another slot: up to its share, or up to `least`."""
-        return self._moved[peer] < max(least, len(self.held[peer]) // MOVED_SHARE)
+    def has_more_to_move(self, peer: str) -> bool:
+        """Tell whether a peer may exchange another slot."""
+        return self._moved[peer] < max(1, len(self.held[peer]) // MOVED_SHARE)
 
     def allocation(self) -> Allocation:
         return {peer: tuple(sorted(slots)) for peer, slots in self.held.items()}
@@ -246,7 +204,7 @@ class Claimant:
         run_id: Seeds the hashes.
         peer_id: This peer.
         num_slots: Experts per layer.
-        settings: The run's lease, heartbeat and rotation.
+        settings: The run's lease and heartbeat.
         cooldown_seconds: Length of the cool-down; one lease by default.
     """
 
@@ -259,7 +217,6 @@ class Claimant:
         self._settings = settings
         self._cooldown = settings.lease_seconds if cooldown_seconds is None else cooldown_seconds
         self._changed_at = float("-inf")
-        self._rotated = 0
         self._seen_since: dict[str, float] = {}
         self._orphaned_since: dict[int, float] = {}
         self._passed_over: set[str] = set()
@@ -276,21 +233,15 @@ class Claimant:
         target = self._allocated(now, claims) if self._orphaned_since else held
         return self._change(now, held, target) if set(target) & set(self._orphaned_since) else held
 
-    def after_round(self, now: float, claims: Mapping[str, Claim], round: int) -> tuple[int, ...]:
+    def after_round(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
         """Return the slots to hold from now on, between two rounds.
 
         Args:
             now: Monotonic seconds, of the same clock.
             claims: Unexpired claims by peer id, with this peer's present one.
-            round: The round that was committed last.
         """
         self._update(now, claims)
         held = claims[self._peer_id].slots
-        interval = self._settings.rotate_rounds
-        if interval and held and round > self._rotated and round % interval == 0:
-            self._rotated = round
-            turn = rotate(self._run_id, self._num_slots, claims, round // interval)
-            return self._change(now, held, turn[self._peer_id])
         has_room = len(held) < min(claims[self._peer_id].max_slots, self._num_slots)
         # A full peer changes only for an orphan. Most peers are full, and the allocation of 1000 peers is slow.
         target = self._allocated(now, claims) if has_room or self._orphaned_since else held

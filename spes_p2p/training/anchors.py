@@ -31,7 +31,7 @@ class Anchors:
     """
 
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
-        self._outers = {SHARED: OuterOptimizer(run.outer), "slot": OuterOptimizer(run.outer.of_slots)}
+        self._outer = OuterOptimizer(run.outer)
         self._moments = {kind: run.averaged_moments(kind) for kind in numels}
         self._kept = {kind: run.kept_moments(kind) for kind in numels}
         self._codecs = run.codecs
@@ -52,7 +52,7 @@ class Anchors:
 
     def bundle_numel(self) -> dict[str, int]:
         """Return the elements of published vectors, by kind: bundles, and moments if the run publishes any."""
-        bundles = {kind: (2 if self._outers[kind].has_state else 1) * numel for kind, numel in self._numels.items()}
+        bundles = {kind: (2 if self._outer.has_state else 1) * numel for kind, numel in self._numels.items()}
         moments = {f"moments-{kind}": len(kept) * self._numels[kind] for kind, kept in self._kept.items()}
         return bundles | {kind: numel for kind, numel in moments.items() if numel}
 
@@ -112,13 +112,13 @@ class Anchors:
         """Take a published bundle, which nothing changes any more, as the anchor."""
         name, numel = VectorName(name), self._numels[name.kind]
         self._weights[name] = bundle.part(0, numel)
-        if self._outers[name.kind].has_state:
+        if self._outer.has_state:
             self._momenta[name] = bundle.part(numel, 2 * numel)
 
     def split(self, name: VectorName, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a bundle's weights and momentum, as views."""
         numel = self._numels[name.kind]
-        return bundle[:numel], bundle[numel:] if self._outers[name.kind].has_state else None
+        return bundle[:numel], bundle[numel:] if self._outer.has_state else None
 
     def kept_form(self, name: VectorName, bundle: Tensor) -> Tensor:
         """Return the kept form, uint8, of a slot's bundle."""
@@ -129,7 +129,7 @@ class Anchors:
         """Return the bundle that goes on from a slot's kept form: rounded weights, and no momentum."""
         assert self.form is not None
         weights = self.form.values(form)
-        return _join(weights, torch.zeros_like(weights) if self._outers[name.kind].has_state else None)
+        return _join(weights, torch.zeros_like(weights) if self._outer.has_state else None)
 
     def weights(self, name: VectorName) -> Tensor:
         """Return the anchor's weights; do not change them."""
@@ -177,11 +177,11 @@ class Anchors:
             overwrites: Whether the bundle takes the memory of `mean`, where it has no momentum.
         """
         numel, momentum = self._numels[name.kind], self._momenta.get(name)
-        has_state = self._outers[name.kind].has_state
+        has_state = self._outer.has_state
         bundle = mean[:numel] if overwrites and not has_state else mean.new_empty((1 + has_state) * numel)
         momenta = (piece for _, piece in momentum.pieces()) if momentum is not None else itertools.repeat(None)
         for (here, anchor), before in zip(self._weights[name].pieces(), momenta, strict=False):
-            weights, after = self._outers[name.kind].step(anchor, mean[:numel][here], before)
+            weights, after = self._outer.step(anchor, mean[:numel][here], before)
             bundle[:numel][here] = weights if shift is None else weights + shift[here]
             if after is not None:
                 bundle[numel:][here] = after
@@ -199,7 +199,7 @@ class Anchors:
             mean_delta: The decoded mean that they committed.
         """
         weights, momentum = self.split(name, bundle)
-        return _join(*self._outers[name.kind].step(weights, mean_delta, momentum))
+        return _join(*self._outer.step(weights, mean_delta, momentum))
 
 
 def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:

@@ -203,7 +203,7 @@ class HeldSlots:
     def rebalance(self, round: int) -> StoredVectors:
         """Hold, after `round` is committed, what the claims allocate to this peer; return what the model needs."""
         claims = self.trusted(self.claims())
-        target = self._claimant.after_round(self.clock(), claims, round)
+        target = self._claimant.after_round(self.clock(), claims)
         if len(target) > self._chosen_slots:  # its owner has lowered the limit: others hold what it keeps least
             holders = Counter(slot for claim in claims.values() for slot in claim.slots)
             target = tuple(sorted(sorted(target, key=holders.__getitem__)[: self._chosen_slots]))

@@ -197,7 +197,7 @@ BAD = {
     "resume of nothing": Bad(flags("--resume"), "output", "drop --resume"),
     "resume and overwrite": Bad(flags("--resume", "--overwrite"), "--overwrite", "drop one"),
     "absent config": Bad(flags("--config", "absent.yaml"), "absent.yaml", "existing"),
-    "optimizer of another run": Bad(flags("--inner-optimizer", "lion8bit"), "inner_optimizer=lion8bit", "leave it out"),
+    "optimizer of another run": Bad(flags("--inner-optimizer", "lamb"), "inner_optimizer=lamb", "leave it out"),
     "narrow gradients": Bad(flags("--gradients", "bf16"), "gradients=bf16", "set inner_optimizer"),
     "kernel that is not here": Bad(flags("--kernel", "megablocks"), "kernel=megablocks", "--kernel auto"),
     "unaligned experts": Bad(

@@ -408,7 +408,7 @@ def test_a_commands_help_fits_two_screens_and_names_its_flags(name):
 def test_the_runs_settings_are_one_line_of_the_help_and_have_a_help_of_their_own(settings):
     text, run = help_text(settings, "--help", 80), help_text(settings, "--help-run", 80)
     assert "--run.*" in text and "--help-run" in text and "--run.model.family" not in text
-    assert "--run.model.num-experts N" in run and "--run.outer.slots.momentum X" in run
+    assert "--run.model.num-experts N" in run and "--run.outer.momentum X" in run
     assert "Experts E per layer; slot e is expert e of every layer." in " ".join(run.split())
     assert "--max-slots" not in run
 

@@ -147,9 +147,6 @@ def test_a_warm_up_longer_than_the_run_or_its_schedule_is_refused_with_both_numb
         ("adamw", "second", ("exp_avg_sq",), ("exp_avg_sq",)),
         ("muon", "both", ("exp_avg", "exp_avg_sq"), ("exp_avg",)),
         ("muon", "local", (), ()),
-        ("lion8bit", "both", ("exp_avg",), ("exp_avg",)),
-        ("lion8bit", "local", (), ()),
-        ("sgd", "both", ("exp_avg",), ("exp_avg",)),
         ("adamw8bit", "local", (), ()),
     ],
 )

@@ -56,7 +56,7 @@ NARROW = {"gradients": "bf16", "inner_optimizer": "adamw8bit"}
     [
         ({}, 3, r"train.batch_size=16 does not split over 3 ranks; start a divisor"),
         ({"shard": "fsdp", "inner_optimizer": "adamw8bit"}, 2, r"adamw8bit cannot work with --shard fsdp.*--shard ddp"),
-        ({"gradients": "bf16"}, 1, r"adamw8bit and lion8bit, not with adamw; set inner_optimizer"),
+        ({"gradients": "bf16"}, 1, r"adamw8bit, not with adamw; set inner_optimizer=adamw8bit"),
         (NARROW, 2, r"works with one rank, not with 2; set gradients=fp32"),
         ({**NARROW, "micro_batch_size": 1}, 1, r"adds up 16 microbatches.*set micro_batch_size to 2 or more"),
     ],

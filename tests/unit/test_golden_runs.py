@@ -66,11 +66,10 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "plain": {},
     "by-time": {"run": {"round": BY_TIME}, "speeds": UNEQUAL, "evaluate_rounds": 1},
     "int4": {"run": {"codecs": FEW_BITS, "round": {"total": 4}}},
-    "int2-by-time": {"run": {"codecs": {"shared": "int8", "slots": "int2"}, "round": BY_TIME}, "speeds": UNEQUAL},
+    "int8-by-time": {"run": {"codecs": {"shared": "int8", "slots": "int4"}, "round": BY_TIME}, "speeds": UNEQUAL},
     "overlap": {"run": {"round": {"overlap": 2}}, "speeds": UNEQUAL, "evaluate_rounds": 1},
     "overlap-int4": {"run": {"codecs": FEW_BITS, "round": {**BY_TIME, "overlap": 2, "total": 5}}, "speeds": UNEQUAL},
     "churn": {"run": {"round": {"total": 9, "steps": 2}}, "peers": 5, "events": CHURN, "evaluate_rounds": 3},
-    "rotation": {"run": {"model": {"num_experts": 8}, "round": {"rotate_rounds": 1, "total": 5}}, "max_slots": 3},
     "moments-local": {"run": {"outer": {"moments": "local"}}},
     "moments-local-one-copy": {"run": {"outer": {"moments": "local"}, "round": {"copies": 1}}},
     "moments-second": {"run": {"outer": {"moments": "second"}, "codecs": {"moments": "bf16"}}},
@@ -91,7 +90,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
         "peers": 5,
         "attacks": [{"peer": 1, "kind": "nan", "groups": "shared", "from_round": 1}],
     },
-    "nesterov": {"run": {"outer": {"optimizer": "nesterov", "slots": {"optimizer": "nesterov", "lr": 0.5}}}},
+    "nesterov": {"run": {"outer": {"optimizer": "nesterov"}}},
     "merge": {"run": {"merge": {"alpha": 0.2, "interval_rounds": 2, "decay_rounds": 4, "top_k": 2}}},
     "refresh-budget": {"machine": {"refresh_slots": 1}, "max_slots": 1, "run": {"round": {"total": 5}}},
     "frozen-fp32": {"run": {"frozen_storage": "fp32", "codecs": FEW_BITS}},
@@ -99,7 +98,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "frozen-nf4": {"run": {"frozen_storage": "nf4"}},
 }
 """What differs from three peers of two slots each: settings of the run and of all machines, and of the scenario."""
-FULL = ("int4", "int2-by-time", "overlap", "moments-local-one-copy", "moments-second", "attacker-lying-reducer")
+FULL = ("int4", "int8-by-time", "overlap", "moments-local-one-copy", "moments-second", "attacker-lying-reducer")
 FULL += ("refresh-budget", "frozen-int8")
 """Runs of the full lane: each has one setting more or less than another one here, and half of all the time."""
 NEEDS_BITSANDBYTES = {"frozen-nf4"}

@@ -209,18 +209,18 @@ def test_checkpointing_keeps_less_and_a_larger_batch_more() -> None:
 def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
     run = RunConfig.model_validate(
         {
-            "train": {"optimizer": "lion8bit"},
+            "train": {"optimizer": "muon"},
             "outer": {"moments": "both", "optimizer": "nesterov"},
             "merge": {"alpha": 0.1},
             "frozen_storage": "int8",
         }
     )
     theirs = Setup.of(run, MachineConfig(), None)
-    kept = {"averaged_moments": 1, "kept_moments": 1, "copies": 2, "kept": "int8"}
-    assert theirs == Setup("int8", "lion8bit", shared_momentum=True, slot_momentum=True, merges=True, **kept)
-    apart = RunConfig.model_validate({"outer": {"slots": {"optimizer": "nesterov"}}, "round": {"overlap": 3}})
+    kept = {"averaged_moments": 2, "kept_moments": 1, "copies": 2, "kept": "int8"}
+    assert theirs == Setup("int8", "muon", outer_momentum=True, merges=True, **kept)
+    apart = RunConfig.model_validate({"round": {"overlap": 3}})
     setup = Setup.of(apart, MachineConfig(refresh_slots=5), None)
-    assert (setup.shared_momentum, setup.slot_momentum, setup.refresh_slots, setup.overlaps) == (False, True, 5, True)
+    assert (setup.outer_momentum, setup.refresh_slots, setup.overlaps) == (False, 5, True)
     assert Setup.of(run, MachineConfig(micro_batch_size=2), None).accumulates
     exact = RunConfig(frozen_storage="fp32")
     own = Setup.of(exact, MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
@@ -242,12 +242,10 @@ def test_vectors_are_those_that_a_round_holds() -> None:
     both = peer_memory(SIZE, 2, replace(local, averaged_moments=2))
     # Beside inputs and outputs: moments, and one contribution as it is made and encoded.
     assert both.vectors == 0 and both.round_vectors == 4 * (6 * trained + 2 * trained + 6 * 1000)
-    nesterov = peer_memory(SIZE, 2, replace(local, shared_momentum=True, slot_momentum=True))
+    nesterov = peer_memory(SIZE, 2, replace(local, outer_momentum=True))
     assert nesterov.vectors == 0 and nesterov.round_vectors == 4 * (2 + 2) * trained
     merging = peer_memory(SIZE, 2, replace(local, merges=True))
     assert merging.round_vectors == 4 * (2 * trained + 4 * 8 * 300 + 2 * 300)
-    apart = peer_memory(SIZE, 2, replace(local, slot_momentum=True))
-    assert apart.round_vectors == plan.round_vectors + 4 * 300 * 2
     overlapping = peer_memory(SIZE, 2, replace(local, overlaps=True))
     assert overlapping.round_vectors == plan.round_vectors + 8 * trained  # what was taken is needed again
     assert overlapping.training_bytes == plan.training_bytes + overlapping.round_vectors
@@ -322,7 +320,7 @@ def test_what_is_offered_fits_with_the_settings_it_names() -> None:
 def test_disk_holds_the_outer_momentum_and_what_codecs_round_off() -> None:
     plain = Setup("fp32", averaged_moments=0)
     assert disk_bytes(SIZE, 2, 1, plain) == 4 * (3400 + 5 * 1600)
-    assert disk_bytes(SIZE, 2, 2, replace(plain, shared_momentum=True, slot_momentum=True)) == 2 * 4 * (6800 + 5 * 1600)
+    assert disk_bytes(SIZE, 2, 2, replace(plain, outer_momentum=True)) == 2 * 4 * (6800 + 5 * 1600)
     assert disk_bytes(SIZE, 2, 1, replace(plain, codecs=CodecConfig(shared="int4"))) == 4 * (3400 + 5 * 1600 + 1000)
     assert disk_bytes(SIZE, 2, 1, replace(plain, kept="bf16")) == 4 * (1000 + 4 * 300 + 5 * 1600) + 2 * 8 * 300
 

@@ -222,7 +222,7 @@ def test_gradients_of_two_bytes_are_offered_where_they_alone_fit(capsys: pytest.
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--inner-optimizer", "lion8bit"], "does not make the steps of the run's train.optimizer=muon"),
+        (["--inner-optimizer", "lamb"], "does not make the steps of the run's train.optimizer=muon"),
         (["--ranks", "3"], "does not split over 3 ranks"),
         (["--host-memory-gb", "5"], "--host-memory-gb goes with --device cuda"),
     ],

@@ -24,7 +24,7 @@ SEVERAL = [
     Segment(3, "fp32"),
     Segment(PART_NUMEL * 2, "bf16"),
     Segment(1001, "int8", non_negative=True),
-    Segment(99, "int2"),
+    Segment(99, "int4"),
 ]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.claims import MOVED_SHARE, Claimant, allocate, coverage, level, orphans, rotate
+from spes_p2p.swarm.claims import Claimant, allocate, coverage, level, orphans
 from spes_p2p.swarm.records import Claim
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGHJKLM"]
@@ -51,7 +51,7 @@ def test_coverage_is_evened_out_once_per_cooldown():
     peers = {peer: claimant(peer, 8) for peer in records}
     for now in (0.0, 40.0):
         for peer, one in peers.items():
-            target = one.after_round(now, records, 1)
+            target = one.after_round(now, records)
             assert len(set(target) - set(records[peer].slots)) <= 4
             records[peer] = claim(peer, target, 4)
     assert max(coverage({p: c.slots for p, c in records.items()}, 8)) <= 2
@@ -62,11 +62,11 @@ def test_who_has_just_changed_something_waits_for_a_lease():
     exchanging = next(p for p, slots in level("run", 4, records).items() if slots != records[p].slots)
     one = claimant(exchanging)
     held = records[exchanging].slots
-    assert one.after_round(0.0, records, 1) == held, "the others have only just been seen"
-    target = one.after_round(31.0, records, 2)
+    assert one.after_round(0.0, records) == held, "the others have only just been seen"
+    target = one.after_round(31.0, records)
     assert target != held and len(set(target) - set(held)) == 1
-    assert one.after_round(40.0, records, 3) == held, "its own record is old, say; it changes nothing more"
-    assert one.after_round(62.0, records, 4) == target
+    assert one.after_round(40.0, records) == held, "its own record is old, say; it changes nothing more"
+    assert one.after_round(62.0, records) == target
 
 
 def test_an_orphan_does_not_wait_for_the_cooldown():
@@ -83,9 +83,9 @@ def test_a_newcomer_has_no_weight_in_evening_out_until_it_has_stayed():
     exchanging = next(p for p, slots in level("run", 4, records).items() if slots != records[p].slots)
     newcomer = C if exchanging == A else A
     one, held = claimant(exchanging), records[exchanging].slots
-    one.after_round(0.0, {p: c for p, c in records.items() if p != newcomer}, 1)
-    assert one.after_round(31.0, records, 2) == held
-    assert one.after_round(62.0, records, 3) != held
+    one.after_round(0.0, {p: c for p, c in records.items() if p != newcomer})
+    assert one.after_round(31.0, records) == held
+    assert one.after_round(62.0, records) != held
 
 
 def test_an_orphan_that_its_taker_leaves_lying_falls_to_another():
@@ -97,76 +97,15 @@ def test_an_orphan_that_its_taker_leaves_lying_falls_to_another():
     assert sorted(one.at_heartbeat(20.0, records) for one in peers.values()) == [(0,), (1,)]
 
 
-# ---------------------------------------------------------------------- rotation
-
-
-@st.composite
-def settled_swarms(draw):
-    count, num_peers = draw(st.integers(2, 24)), draw(st.integers(2, 8))
-    fresh = {peer: claim(peer, (), draw(st.integers(1, count))) for peer in PEERS[:num_peers]}
-    allocation = allocate("run", count, fresh)
-    return count, {peer: claim(peer, allocation[peer], fresh[peer].max_slots) for peer in fresh}
-
-
-@given(settled_swarms(), st.integers(0, 50), st.randoms())
-def test_a_rotation_ends_whole_in_whatever_order_the_peers_act(swarm, turn, random):
-    count, records = swarm
-    before = {peer: record.slots for peer, record in records.items()}
-    orphans_before = len(orphans(records, count))
-    for _ in range(2):
-        for peer in random.sample(sorted(records), len(records)):
-            target = rotate("run", count, records, turn)[peer]
-            records[peer] = claim(peer, target, records[peer].max_slots)
-    after = {peer: record.slots for peer, record in records.items()}
-    assert len(orphans(records, count)) <= orphans_before
-    assert {peer: len(slots) for peer, slots in after.items()} == {peer: len(slots) for peer, slots in before.items()}
-    adopted = sum(len(set(after[peer]) - set(before[peer])) for peer in after)
-    assert adopted <= 3 * max(1, count // MOVED_SHARE) + 1, "a rotation moves a few slots, and what follows of it"
-
-
-@given(st.integers(2, 32), st.integers(0, 100))
-def test_every_slot_is_drawn_in_turn(count, first):
-    lone = {A: claim(A, range(count), count), B: claim(B, (), 0)}
-    assert rotate("run", count, lone, first)[A] == tuple(range(count)), "there is nobody to take a slot"
-
-
-@given(settled_swarms(), st.integers(0, 50))
-def test_a_rotation_of_an_even_coverage_leaves_it_even(swarm, turn):
-    count, records = swarm
-    counts = coverage(rotate("run", count, records, turn), count)
-    assert max(counts) - min(counts) <= 1, "takers even out as well, and as many slots as it takes"
-
-
-def test_who_held_all_slots_that_are_drawn_gives_up_all_of_them():
-    """Hypothesis found it: both takers got a slot that two others had, of whom one could move but one slot."""
-    slots = {A: {7}, B: {5}, C: set(range(22)), PEERS[3]: {0, 1, 3, 4, 9, 10, 21}}
-    counts = coverage(rotate("run", 22, {peer: claim(peer, held, len(held)) for peer, held in slots.items()}, 0), 22)
-    assert set(counts) == {1, 2}
-
-
-def test_rotation_is_off_by_default_and_happens_once_in_its_round():
-    records = {peer: claim(peer, slots, 2) for peer, slots in zip((A, B), ({0, 1}, {2, 3}), strict=True)}
-    rotating = ROUNDS.model_copy(update={"rotate_rounds": 5})
-    turns = [turn for turn in range(1, 40) if rotate("run", 4, records, turn)[A] != (0, 1)]
-    assert turns, "no rotation moves anything"
-    at = 5 * turns[0]
-    assert claimant().after_round(0.0, records, at) == (0, 1)
-    one = claimant(settings=rotating)
-    assert one.after_round(0.0, records, at - 1) == (0, 1)
-    assert one.after_round(1.0, records, at) != (0, 1)
-    assert one.after_round(2.0, records, at) == (0, 1), "the round was dropped, and tried again"
-
-
 # ---------------------------------------------------------------------- everything at once
 
 
 class Claiming(RuleBasedStateMachine):
     """Peers come, go and act in any order, on records of any age; then they are left alone."""
 
-    @initialize(count=st.integers(1, 12), rotate_rounds=st.sampled_from([0, 3]))
-    def found(self, count, rotate_rounds):
-        self.count, self.now, self.round = count, 0.0, 0
-        self.settings = ROUNDS.model_copy(update={"rotate_rounds": rotate_rounds})
+    @initialize(count=st.integers(1, 12))
+    def found(self, count):
+        self.count, self.now = count, 0.0
         self.claimants: dict[str, Claimant] = {}
         self.records: dict[str, Claim] = {}
         self.old: dict[str, Claim] = {}
@@ -175,7 +114,7 @@ class Claiming(RuleBasedStateMachine):
     @rule(peer=st.sampled_from(PEERS), data=st.data())
     def join(self, peer, data):
         if peer not in self.claimants:
-            self.claimants[peer] = claimant(peer, self.count, self.settings)
+            self.claimants[peer] = claimant(peer, self.count)
             self.records[peer] = claim(peer, (), data.draw(st.integers(0, self.count)))
             self.moved = {key: at for key, at in self.moved.items() if key[0] != peer}
 
@@ -190,7 +129,6 @@ class Claiming(RuleBasedStateMachine):
 
     @rule()
     def go_on(self):
-        self.round += 1
         self.old = dict(self.records)
 
     @rule(peer=st.sampled_from(PEERS), is_round_end=st.booleans(), is_stale=st.booleans())
@@ -200,14 +138,13 @@ class Claiming(RuleBasedStateMachine):
         seen = {**(self.old if is_stale else self.records), peer: self.records[peer]}
         held = self.records[peer].slots
         if is_round_end:
-            target = self.claimants[peer].after_round(self.now, seen, self.round)
+            target = self.claimants[peer].after_round(self.now, seen)
         else:
             target = self.claimants[peer].at_heartbeat(self.now, seen)
-        is_turn = is_round_end and self.settings.rotate_rounds and self.round % self.settings.rotate_rounds == 0
         for slot in set(target) ^ set(held):
             is_adopted = slot in target
             since = self.now - self.moved.get((peer, slot, not is_adopted), float("-inf"))
-            assert since >= LEASE or orphans(seen, self.count) or is_turn, f"{peer} undoes a change after {since} s"
+            assert since >= LEASE or orphans(seen, self.count), f"{peer} undoes a change after {since} s"
             self.moved[peer, slot, is_adopted] = self.now
         self.records[peer] = claim(peer, target, self.records[peer].max_slots)  # refuses more slots than it can train
 
@@ -216,7 +153,7 @@ class Claiming(RuleBasedStateMachine):
         assert all(0 <= slot < self.count for record in self.records.values() for slot in record.slots)
 
     def teardown(self):
-        """Left alone, with rotation at rest, all hold what they can, evenly."""
+        """Left alone, all hold what they can, evenly."""
         if not getattr(self, "records", None):
             return
         self.settings = ROUNDS

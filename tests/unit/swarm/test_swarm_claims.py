@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.swarm.claims import MOVED_SHARE, allocate, coverage, level, rotate
+from spes_p2p.swarm.claims import MOVED_SHARE, allocate, coverage, level
 from spes_p2p.swarm.records import Claim
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGHJKLM"]
@@ -118,7 +118,7 @@ def test_fresh_peers_of_any_capacity_cover_evenly(swarm):
 
 
 def test_few_peers_with_many_slots_even_out_as_fast_as_more_of_them():
-    """One exchange per peer and lease would take 16 leases, and rotations do not wait for that."""
+    """One exchange per peer and lease would take 16 leases."""
     claims = {PEERS[0]: claim(PEERS[0], range(64), 64), PEERS[1]: claim(PEERS[1], range(64), 64)}
     claims |= {peer: claim(peer, range(32 * half, 32 * half + 32), 32) for half, peer in enumerate(PEERS[2:4])}
     claims[PEERS[4]] = claim(PEERS[4], range(96, 128), 32)
@@ -143,4 +143,4 @@ def test_a_run_without_slots_allocates_nothing():
     """So it is for a dense model, however many slots peers say that they could train."""
     claims = {peer: claim(peer, (), 3) for peer in PEERS[:2]}
     nothing = {peer: () for peer in claims}
-    assert allocate("run", 0, claims) == level("run", 0, claims) == rotate("run", 0, claims, 1) == nothing
+    assert allocate("run", 0, claims) == level("run", 0, claims) == nothing

@@ -28,8 +28,8 @@ def document(**codecs):
 
 
 def test_a_manifest_is_read_as_its_founder_wrote_it():
-    config = read_manifest(lambda name: document(shared="int4", slots="int2", moments="int8")).config
-    assert (config.codecs.shared, config.codecs.slots, config.codecs.moments) == ("int4", "int2", "int8")
+    config = read_manifest(lambda name: document(shared="int4", slots="bf16", moments="int8")).config
+    assert (config.codecs.shared, config.codecs.slots, config.codecs.moments) == ("int4", "bf16", "int8")
 
 
 @pytest.mark.parametrize("group", ["shared", "slots", "moments"])

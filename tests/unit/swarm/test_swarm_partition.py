@@ -84,7 +84,7 @@ def test_a_member_with_a_slow_uplink_reduces_nothing():
     assert shares[1] == 0 and shares[0] == pytest.approx(1 / 3)
 
 
-@given(st.integers(1, 400_000), speeds, st.sampled_from(["fp32", "bf16", "int8", "int4", "int2"]))
+@given(st.integers(1, 400_000), speeds, st.sampled_from(["fp32", "bf16", "int8", "int4"]))
 def test_slices_hold_every_part_once_and_in_order(numel, uplinks, codec):
     format = Format([Segment(numel, codec), Segment(numel // 3, "fp32")])
     cut = slices(format, reduced_shares(uplinks))
@@ -109,7 +109,7 @@ def test_slices_hold_every_part_once_and_in_order(numel, uplinks, codec):
             assert size <= MESSAGE_BYTES or len(message) == 1
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "int2"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
 def test_a_mean_reduced_by_messages_is_the_mean_and_its_error_what_is_missing(seed, codec):
     numel = 200_001
     format = Format([Segment(numel, codec), Segment(numel, "fp32")])

@@ -11,7 +11,7 @@ from spes_p2p.codecs import paged
 from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import Layout
-from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, OuterStep, RunConfig
+from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, RunConfig
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.outer import merge_alpha, merge_experts
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -22,7 +22,6 @@ NUMELS = {SHARED: 11, "slot": 7}
 SLOT_0, SLOT_2, SLOT_3 = map(VectorName.of_slot, (0, 2, 3))
 MEAN = RunConfig(outer=OuterConfig(moments="local"))
 NESTEROV = RunConfig(outer=OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9, moments="local"))
-MIXED = RunConfig(outer=OuterConfig(slots=OuterStep(optimizer="nesterov", lr=0.5, momentum=0.8), moments="local"))
 STOCK = {"olmoe": OlmoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}
 
 
@@ -114,23 +113,7 @@ def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed)
     assert anchors.bundle_numel()["moments-slot"] == 14
 
 
-def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
-    torch.manual_seed(seed)
-    anchors, slots = Anchors(MIXED, NUMELS), Anchors(RunConfig(outer=MIXED.outer.slots.model_dump()), NUMELS)
-    assert anchors.bundle_numel() == {SHARED: 11, "slot": 14, "moments-shared": 22, "moments-slot": 14}
-    for name in (SHARED, SLOT_2):
-        numel = 11 if name == SHARED else 7
-        begin, deltas = torch.randn(numel), torch.randn(2, numel)
-        start(anchors, name, torch.cat([begin, torch.zeros(anchors.bundle_numel()[VectorName(name).kind] - numel)]))
-        start(slots, name, torch.cat([begin, torch.zeros(numel)]))
-        for delta in deltas:
-            step(anchors, name, delta)
-            step(slots, name, delta)
-        expected = begin - deltas[0] - deltas[1] if name == SHARED else slots.weights(name)
-        assert torch.equal(anchors.weights(name), expected)
-
-
-@pytest.mark.parametrize("run", [MEAN, NESTEROV, MIXED], ids=["mean", "nesterov", "mixed"])
+@pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])
 @pytest.mark.parametrize("name", [SHARED, SLOT_3])
 def test_who_does_not_hold_it_arrives_at_the_bits_of_those_who_do(run, name, seed):
     torch.manual_seed(seed)
@@ -151,7 +134,7 @@ def test_who_does_not_hold_it_arrives_at_the_bits_of_those_who_do(run, name, see
 
 
 def test_a_contribution_travels_as_the_run_says():
-    codecs = CodecConfig(shared="int4", slots="int2", moments="int8", moments_interval=3)
+    codecs = CodecConfig(shared="int4", slots="int8", moments="int8", moments_interval=3)
     segments = Anchors(RunConfig(codecs=codecs), NUMELS).segments()
     assert segments == {
         kind: (
@@ -159,7 +142,7 @@ def test_a_contribution_travels_as_the_run_says():
             Segment(numel, "int8", interval=3),
             Segment(numel, "int8", non_negative=True, interval=3),
         )
-        for kind, numel, codec in ((SHARED, 11, "int4"), ("slot", 7, "int2"))
+        for kind, numel, codec in ((SHARED, 11, "int4"), ("slot", 7, "int8"))
     }
     assert Anchors(MEAN, NUMELS).segments() == {SHARED: (Segment(11, "fp32"),), "slot": (Segment(7, "fp32"),)}
 

@@ -95,7 +95,7 @@ def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.
 @pytest.mark.parametrize(
     ("optimizer", "moments"),
     sample(
-        [("adamw", "second"), *((name, "both") for name in ("adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"))],
+        [("adamw", "second"), *((name, "both") for name in ("adamw", "adamw8bit", "lamb", "muon"))],
         commit=[("adamw", "second"), ("adamw8bit", "both"), ("muon", "both")],
     ),
 )
