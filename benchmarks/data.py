@@ -115,8 +115,7 @@ def formats(folder: Path) -> Iterator[Row]:
 
 def shared_data() -> Iterator[Row]:
     """Measure what it takes to train each window once an epoch, and whether simulated peers do."""
-    kinds = {"": settings(), ", rounds overlap": settings(overlap=1)}
-    kinds[", by source: two, 9:1, then 1:3"] = settings(mixture())
+    kinds = {"": settings(), ", by source: two, 9:1, then 1:3": settings(mixture())}
     for name, run in kinds.items():
         found = history(0, run)
         yield Row(
@@ -137,8 +136,8 @@ def ledger_bytes(num_peers: int) -> int:
     """Return the size of the largest ledger of a swarm whose members' paces vary by 15 % from round to round."""
     generator = random.Random(0)
     paces = {f"Qm{index:044}": generator.uniform(20, 60) for index in range(num_peers)}
-    rules = DealRules(usual=60, is_exact=False, num_streams=1)
-    members, ledger, sizes = sorted(paces), Ledger.empty(1), list[int]()
+    rules = DealRules(usual=60, is_exact=False)
+    members, ledger, sizes = sorted(paces), Ledger.empty(), list[int]()
     for round in range(1, 30):
         drawn = {p: Drawn(max(0, int(paces[p] * generator.gauss(1, 0.15))), at) for at, p in enumerate(members)}
         ledger = Deal(ledger, members, round, rules).settled(ledger, drawn)

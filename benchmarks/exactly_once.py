@@ -377,9 +377,7 @@ def outcome(hub: MemoryHub, witness: Witness, counts: Mapping[str, int], run: Ru
             trained.update(drawn)
     ledger = hub.bodies[-1].ledger
     assert ledger is not None
-    first_free = min(start for s in ledger.streams for start, _ in [*s.intervals(), (s.next, 0)])
-    if len(ledger.streams) == 2:
-        first_free *= 2
+    first_free = min(start for start, _ in [*ledger.stream.intervals(), (ledger.stream.next, 0)])
     below, done = source.numbers_below(first_free * num_sequences), Counter(key for key, _ in trained)
     whole = [(name, epoch) for name, size in source.sizes().items() for epoch in range(below[name] // size)]
     return Outcome(

@@ -24,7 +24,6 @@ from benchmarks.tables import Row
 from benchmarks.testbed import Loopback, TestBed
 from benchmarks.wan import floors
 from benchmarks.wan.actor import Actor, close_all, finish_all
-from benchmarks.wan.default_run import account_of_default_run
 from benchmarks.wan.floors import MIB, Payload
 from benchmarks.wan.raw_tcp import all_to_all_seconds
 from benchmarks.wan.routed_peer import CALL_SECONDS as ROUTED_CALL_SECONDS
@@ -52,7 +51,6 @@ MAX_OVER_FLOOR, MAX_OVER_STOCK = 1.25, 0.6
 MAX_LOW_BITS: dict[Literal["int8", "int4"], float] = {"int8": 1.5, "int4": 1.8}
 """A round's time over its floor."""
 MAX_GROWTH, MAX_OVER_SLOW_FLOOR, MAX_DISTURBANCE = 1.6, 1.6, 0.05
-OVERLAPPED_SLOTS, MAX_NOT_TRAINING = 8, 0.05
 LOOPBACK_SLOTS = 64
 MIN_LOOPBACK_MB, PACED_MB, MAX_CORES = 150.0, 152.0, 1.0
 SEVEN_B = Path("configs/spes_7b.yaml")
@@ -208,26 +206,6 @@ def slow_uplink(bench: Bench) -> Iterator[Row]:
         _told(ours, floor),
         f"{MAX_OVER_SLOW_FLOOR} x floor of {floor:.2f} s",
         seconds_of(ours) <= MAX_OVER_SLOW_FLOOR * floor,
-    )
-
-
-def overlapped(bench: Bench) -> Iterator[Row]:
-    """Yield the share of wall time in which the default run does not train, with its rounds overlapped."""
-    with bench.bed(PEERS + 1) as bed:  # the monitor's link equals the peers'
-        told = account_of_default_run(
-            bed,
-            bench.folder_of("overlapped"),
-            peers=PEERS,
-            slots=OVERLAPPED_SLOTS,
-            settings=["--run.round.overlap=1"],
-        )
-    bench.note("overlapped", told)
-    background = sum(told.shares[phase] for phase in ("matchmaking", "averaging", "exchange"))
-    yield Row(
-        f"default run, {MBIT:g} Mbit/s, {RTT_MS:g} ms, overlap of 1 step: wall time not training",
-        f"{told.not_training:.1%}; {background:.1%} of wall time waiting for synchronisation",
-        f"{MAX_NOT_TRAINING:.0%}",
-        told.not_training <= MAX_NOT_TRAINING,
     )
 
 

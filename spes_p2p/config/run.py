@@ -226,9 +226,6 @@ class RoundConfig(Frozen):
     copies: Annotated[int, Field(ge=1, le=8)] = 2
     """Peers on which every slot's weights and moments live at least, where there are so many: what too few hold, others
     keep, so that a slot outlives its last holder. 1 leaves it to the holders."""
-    overlap: Annotated[int, Field(ge=0, le=2**20)] = 0
-    """Steps of the next round after which a round's result is applied, or when it lands if that is later; training goes
-    on meanwhile. 0 waits for the result before it trains on."""
 
     def share(self, round: int) -> float:
         """Return the length of the round with this number, from 1, as a share of a full round's."""

@@ -207,8 +207,7 @@ class _History:
         self._now = event["time"]
         match event["kind"]:
             case "report":
-                fields = {name: event[name] for name in Metrics.model_fields if name in event}
-                report = Metrics.model_validate_json(json.dumps(fields))
+                report = Metrics.model_validate_json(json.dumps({name: event[name] for name in Metrics.model_fields}))
                 self._reports[report.round, report.peer_id] = report
             case "membership":
                 self._members[event["peer_id"]] = PeerView(

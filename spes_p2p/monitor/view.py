@@ -33,8 +33,7 @@ WEIGHT_CAP = 4
 KEPT_ROUNDS = 8
 """Newest rounds whose reports a view keeps while it is folded; of older rounds it keeps the summaries. Rounds further
 ahead are a liar's. A page is open for weeks in the process that trains, and a report takes 3 KB."""
-SYNCHRONISING = ("matchmaking", "averaging", "exchange")
-PHASES = ("train", *SYNCHRONISING, "other")
+PHASES = ("train", "matchmaking", "averaging", "exchange", "other")
 
 
 @dataclass(frozen=True)
@@ -362,19 +361,8 @@ def summarise(reports: list[Metrics]) -> RoundSummary:
 
 
 def phase_seconds(report: Metrics) -> dict[str, float]:
-    """Return the wall time of the reported round by phase.
-
-    Where synchronisation overlaps with training, only the time that training waited for it counts, spread over its
-    phases in proportion. Waiting beyond their total, for slower peers, counts as `other`.
-    """
-    seconds = {phase: getattr(report, f"{phase}_seconds") for phase in PHASES}
-    if report.waited_seconds is None:
-        return seconds
-    synchronising = sum(seconds[phase] for phase in SYNCHRONISING)
-    waited = min(report.waited_seconds, synchronising)
-    share = waited / synchronising if synchronising else 0.0
-    shown = {phase: share * seconds[phase] for phase in SYNCHRONISING}
-    return seconds | shown | {"other": seconds["other"] + report.waited_seconds - waited}
+    """Return the wall time of the reported round by phase."""
+    return {phase: getattr(report, f"{phase}_seconds") for phase in PHASES}
 
 
 def wall_seconds(report: Metrics) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,6 @@ from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import WholeModel
-from spes_p2p.training.round_work import ThreadTask
 
 log = logging.getLogger(__name__)
 
@@ -375,7 +375,11 @@ class Watch:
             return
         number = self.view.published if self._archived >= 0 else 0
         holders, peers = holders_and_peers(self.view)
-        self._job = ThreadTask(lambda: self._take(number, holders, peers), "archive")
+        job: Future[_Taken] = Future()
+        self._job = job
+        # A daemon, so that an interrupted monitor does not stay for a download's deadline.
+        work = (job, lambda: self._take(number, holders, peers))
+        threading.Thread(target=_run, args=work, name="archive", daemon=True).start()
 
     def _is_due(self) -> bool:
         last, published, every = self._archived, self.view.published, self._evaluate_every
@@ -412,3 +416,10 @@ class Watch:
             self.view = self.view.evaluated(number, held_out.loss, samples, held_out.sources)
             self._show(self.view)
         return self._archived
+
+
+def _run(job: Future[_Taken], work: Callable[[], _Taken]) -> None:
+    try:
+        job.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - `result` raises it
+        job.set_exception(error)

@@ -162,39 +162,13 @@ class Rule:
         step = state["step"].item()
         return value / (1.0 - self._decays[kind] ** step) if step else torch.zeros_like(param)
 
-    def set_moments(
-        self, param: Parameter, moments: Mapping[str, Tensor], before: Mapping[str, Tensor], steps: int
-    ) -> None:
-        """Replace the moments of the given kinds by bias-corrected ones, as of `steps` steps ago.
-
-        With decay b, n steps take a moment m to b^n m + g, where g depends on the gradients alone. So this parameter's
-        moments of then and now give g = m_now - b^n m_then, and an averaged moment a of then becomes b^n a + g.
-        `moment` returned m_then / (1 - b^t), t being the steps until then; a needs no correction. Of a second moment,
-        g is a sum of squares, and only rounding makes it negative.
-
-        Args:
-            param: Parameter whose moments change.
-            moments: Tensors by kind; other kinds stay.
-            before: Results of `moment` `steps` steps ago, of the same kinds; not read if `steps` is 0.
-            steps: Steps since; a parameter without gradients makes fewer.
-        """
-        state, values = self.read(param), {}
-        total = state["step"].item() if "step" in state else float(steps)
-        made = min(float(steps), total) if state else 0.0
-        for kind in (kind for kind in self.moments if kind in moments):
-            left = self._decays[kind] ** made
-            values[kind] = distribute_like(moments[kind].to(param.dtype, copy=True), param).mul_(left)
-            if made:
-                share = left * (1.0 - self._decays[kind] ** (total - made)) if self._is_biased else left
-                since = self._decode(param, kind, state) - distribute_like(before[kind].to(param.dtype), param) * share
-                values[kind] += since.clamp_(min=0) if kind == "exp_avg_sq" else since
-        self._put(param, values)
-
-    def _put(self, param: Parameter, values: Mapping[str, Tensor]) -> None:
-        """Write these values as corrected moments; a missing kind keeps its own value, corrected."""
+    def set_moments(self, param: Parameter, moments: Mapping[str, Tensor]) -> None:
+        """Replace the moments of the given kinds by bias-corrected ones; a missing kind keeps its own value."""
         state = {"step": torch.tensor(UNBIASED_STEPS, device=param.device)}
         for kind in self.moments:
-            value = values[kind] if kind in values else self.moment(param, kind)
+            value = self.moment(param, kind)
+            if kind in moments:
+                value = distribute_like(moments[kind].to(param.dtype, copy=True), param)
             state |= self._encode(param, kind, value.clamp_(min=0) if kind == "exp_avg_sq" else value)
         self.write(param, state)
 
@@ -417,7 +391,7 @@ class InnerOptimizer:
         """Return a group's bias-corrected moments by parameter, one dictionary for each of `kinds`.
 
         Correction makes the moments of peers with different numbers of steps comparable, so that they can be averaged.
-        The momenta of Lion and Muon count as first moments; they are used uncorrected, and stay so. Moments that the
+        Muon's momentum counts as a first moment; it is used uncorrected, and stays so. Moments that the
         optimizer does not keep, or has not stepped yet, are zeros.
 
         Source: Adam, Algorithm 1 (https://arxiv.org/abs/1412.6980).
@@ -425,28 +399,16 @@ class InnerOptimizer:
         params = self._groups[group]
         return [{name: self._rule(name, param).moment(param, kind) for name, param in params.items()} for kind in kinds]
 
-    def set_moments(
-        self,
-        group: str,
-        moments: Mapping[str, Mapping[str, Tensor]],
-        before: Mapping[str, Mapping[str, Tensor]] | None = None,
-        steps: int = 0,
-    ) -> None:
-        """Replace a group's moments by averaged, bias-corrected ones, as if this had been called `steps` steps ago.
-
-        Late moments are exact but for rounding, and for the gradients, which other moments would have changed.
+    def set_moments(self, group: str, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace a group's moments by averaged, bias-corrected ones.
 
         Args:
             group: `shared` or `slot-<e>`.
             moments: Tensors by kind and parameter; other kinds stay. Second moments below zero, which a low-bit mean
                 may produce, count as zero. Kinds that a parameter's rule does not keep are ignored.
-            before: Result of `moments` `steps` steps ago, by kind; may be None if `steps` is 0.
-            steps: Steps since.
         """
         for name, param in self._groups[group].items():
-            given = {kind: tensors[name] for kind, tensors in moments.items()}
-            own = {kind: tensors[name] for kind, tensors in (before or {}).items()}
-            self._rule(name, param).set_moments(param, given, own, steps)
+            self._rule(name, param).set_moments(param, {kind: tensors[name] for kind, tensors in moments.items()})
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Copy all state to the CPU, under flat names for safetensors."""

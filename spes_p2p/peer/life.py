@@ -172,7 +172,7 @@ def _train(
         if joined is not None and swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
             sync.amended = partial(_each_round, config, joined)
-            end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
+            end.prepare(partial(_hand_over, sync, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, vocab_size, sync, trainer)
         gate = LossGate(trainer, group, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
@@ -262,18 +262,9 @@ def _synchroniser(
     return sync
 
 
-def _hand_over(
-    sync: Synchroniser, loop: Callable[[], TrainingLoop | None], rounds: RoundConfig, seconds: float
-) -> None:
-    """Give the slots back, and leave once others have what only this peer has, or time is up.
-
-    A round that is synchronised beside the training may be the others' already: who did not wait for it would take the
-    newest versions along.
-    """
-    deadline, training = time.monotonic() + seconds, loop()
-    if training is not None and sync.held.others():
-        training.abandon_pending(min(rounds.exchange_seconds, seconds))
-    left = max(0.0, min(rounds.exchange_seconds, deadline - time.monotonic()))
+def _hand_over(sync: Synchroniser, rounds: RoundConfig, seconds: float) -> None:
+    """Give the slots back, and leave once others have what only this peer has, or time is up."""
+    left = max(0.0, min(rounds.exchange_seconds, seconds))
     log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", left)
     if lacking := sync.held.hand_over(left):
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))

@@ -33,7 +33,6 @@ class Setup:
         outer_momentum: Whether anchors have an outer momentum, which travels with them.
         codecs: Codecs of deltas and averaged moments.
         refresh_slots: Other peers' slots fetched per round; None fetches all.
-        overlaps: Whether a round is averaged while the next one trains.
         merges: Whether similar experts are merged.
         num_ranks: Processes of the peer on this machine.
         shard: `ddp`: each rank holds all that is trained; `fsdp`: a shard of it. Frozen experts are never sharded.
@@ -55,7 +54,6 @@ class Setup:
     outer_momentum: bool = False
     codecs: CodecConfig = field(default_factory=CodecConfig)
     refresh_slots: int | None = None
-    overlaps: bool = False
     merges: bool = False
     num_ranks: int = 1
     shard: Literal["ddp", "fsdp"] = "ddp"
@@ -111,7 +109,6 @@ class Setup:
             outer_momentum=run.outer.has_momentum,
             codecs=run.codecs,
             refresh_slots=machine.refresh_slots,
-            overlaps=run.round.overlap > 0,
             merges=run.merge.alpha > 0,
             num_ranks=num_ranks,
             shard=machine.shard,
@@ -187,8 +184,7 @@ class PeerMemory:
     @property
     def training_bytes(self) -> int:
         """Bytes of all ranks and the leader's vectors while they train."""
-        vectors = self.round_vectors if self.setup.overlaps else self.vectors
-        return self.setup.programs + self.setup.num_ranks * self.rank_bytes + vectors
+        return self.setup.programs + self.setup.num_ranks * self.rank_bytes + self.vectors
 
     @property
     def round_bytes(self) -> int:
@@ -304,8 +300,8 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
       result), and a fetched slot (3 a P).
 
     A peer that is alone reduces and fetches nothing: it has neither these residuals nor the averager's outputs.
-    Where rounds overlap or FSDP shards, all vectors are read before any is encoded, and both sums count. FSDP puts
-    unsharded parameters together on each rank (k).
+    Where FSDP shards, all vectors are read before any is encoded, both sums count, and each rank puts unsharded
+    parameters together (k).
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
     """
@@ -323,11 +319,10 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     sent = held + num_sides * sum(group.numel * group.encoded for group in vectors)
     are_exact = not setup.averaged_moments or is_exact(setup.codecs.moments)
     results = sum(group.copies * group.numel for group in vectors if not (group.is_exact and are_exact)) + max(phases)
-    is_sharded = setup.num_ranks > 1 and setup.shard == "fsdp"
-    if setup.overlaps or is_sharded:
-        twice = 2 if setup.overlaps or setup.averaged_moments else 1  # what is read, and what is made of it
+    if setup.num_ranks > 1 and setup.shard == "fsdp":
+        twice = 2 if setup.averaged_moments else 1  # what is read, and what is made of it
         brought = sum(twice * group.copies * group.numel for group in vectors if twice > 1 or not group.is_exact)
-        everywhere = setup.num_ranks * sum(group.copies * group.numel for group in vectors) if is_sharded else 0
+        everywhere = setup.num_ranks * sum(group.copies * group.numel for group in vectors)
         largest: float = FP32 * max(brought + results, everywhere)
     else:
         made = [group for group in vectors if not (group.is_exact and group.copies == 1)]

@@ -159,7 +159,7 @@ def time_lines(
         yield f"  {'training':<48}{'unknown':>10}   --tokens-per-second"
         return
     training = training_seconds(run, num_peers, tokens_per_second)
-    lasting = max(training, least.total) if run.round.overlap else training + least.total
+    lasting = training + least.total
     yield f"  {'training':<48}{training:>10.0f}   {training / lasting:.0%} of the round"
     if training < TRAINING_SHARE * lasting:
         longer = _longer_rounds(run, tokens_per_second, least_training_seconds(run, least))

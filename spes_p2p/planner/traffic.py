@@ -202,8 +202,8 @@ def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float) -
 
 
 def least_training_seconds(run: RunConfig, least: RoundSeconds) -> float:
-    """Return the training time from which on TRAINING_SHARE of a round trains; with overlap, all of it."""
-    return least.total if run.round.overlap else least.total * TRAINING_SHARE / (1 - TRAINING_SHARE)
+    """Return the training time from which on TRAINING_SHARE of a round trains."""
+    return least.total * TRAINING_SHARE / (1 - TRAINING_SHARE)
 
 
 def rounds_for_links(

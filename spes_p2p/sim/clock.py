@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from spes_p2p.errors import SimulationError
-from spes_p2p.training.round_work import Task
-
-T = TypeVar("T")
 
 EPOCH_SECONDS = 1_000_000.0
 """Start of virtual time; not 0, which means "unknown" in records."""
@@ -22,35 +18,11 @@ class Abandoned(BaseException):
     """Ends a peer's thread after a failure in another thread; not an Exception, so that no handler catches it."""
 
 
-class VirtualTask(Task[T]):
-    """Work that a peer does beside its training, in a thread with its own turns."""
-
-    def __init__(self, clock: VirtualClock, work: Callable[[], T]) -> None:
-        super().__init__()
-        self._clock = clock
-        self._work = work
-
-    def run(self) -> None:
-        """Do the work, then wake all threads that wait."""
-        try:
-            self.set_result(self._work())
-        except Exception as error:  # noqa: BLE001 - `result` raises it
-            self.set_exception(error)
-        self._clock.notify_all()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the work, at most `seconds` of virtual time; return whether it is done."""
-        deadline = self._clock.now() + seconds
-        while not self.done() and self._clock.now() < deadline:
-            self._clock.wait(deadline - self._clock.now())
-        return self.done()
-
-
 class VirtualClock:
     """Gives turns to the peers' threads: the earliest wake time runs next, and of equal times the lowest index.
 
     A running thread keeps its turn until it lets time pass or ends. Data that peers share therefore need no lock, and
-    the result does not depend on the scheduling of threads. A task that a peer starts gets turns like a peer. Outside
+    the result does not depend on the scheduling of threads. Outside
     `run` the caller is the only thread, and time passes as it asks.
     """
 
@@ -115,16 +87,6 @@ class VirtualClock:
         self._running = None
         if self._failure is not None:
             raise self._failure
-
-    def start(self, work: Callable[[], T]) -> VirtualTask[T]:
-        """Start work beside the calling peer's own, at the present time; outside `run` it is done at once."""
-        task = VirtualTask(self, work)
-        if self._running is None:
-            task.run()
-        else:
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._spawn(self._peers[self._running], task.run)
-        return task
 
     def _spawn(self, peer: int, life: Callable[[], None]) -> None:
         """Start a thread of a peer; at equal times it runs after all earlier threads."""

@@ -23,8 +23,7 @@ class Event(Frozen):
     """The peer's index, from 0."""
     kind: Literal["join", "leave", "kill", "pause"]
     """`leave` gives the slots back. A killed peer announces nothing; its records expire. A paused peer, like a stopped
-    process, neither trains nor answers, and its records expire if the pause is longer than a lease; only a
-    synchronisation that overlaps with its training continues."""
+    process, neither trains nor answers, and its records expire if the pause is longer than a lease."""
     round: Annotated[int, Field(ge=0)]
     """The event comes after this round is committed; `kill` and `pause` come during the next round's training."""
     after_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

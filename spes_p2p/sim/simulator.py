@@ -153,7 +153,7 @@ class VirtualPeer:
         self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=machine.max_slots)
         swarm.enter(self.sync.anchors.vectors())
         gate = LossGate(self.trainer, group, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
-        self.loop = TrainingLoop(run, self.trainer, group, self.sync, gate=gate, start=self._clock.start)
+        self.loop = TrainingLoop(run, self.trainer, group, self.sync, gate=gate)
         self.reports: list[Metrics] = []
         self._interruption: tuple[float, float] | None = None
 

@@ -215,13 +215,11 @@ def first_changed_tokens(old: RunConfig, new: RunConfig) -> int | None:
 
 def dealt_tokens(run: RunConfig, last: Body, rounds: int) -> int:
     """Return the position, in tokens, so many rounds beyond the newest one that is trained."""
-    ledger = last.ledger or Ledger.empty(1)
-    streams = len(ledger.streams)
-    newest = max(stream.next for stream in ledger.streams) * streams
+    ledger = last.ledger or Ledger.empty()
     paces = sum(ledger.paces(len(last.members)))
     usual = -(-run.round_tokens // (run.train.batch_size * run.data.sequence_length))
     usual = run.round.steps * max(len(last.members), run.round.min_peers) if run.round.mode == "steps" else usual
-    return (newest + rounds * max(paces, usual)) * run.train.batch_size * run.data.sequence_length
+    return (ledger.stream.next + rounds * max(paces, usual)) * run.train.batch_size * run.data.sequence_length
 
 
 def kept_settings(manifest: Manifest, load: Callable[[str], bytes], file: Path) -> list[RunConfig]:

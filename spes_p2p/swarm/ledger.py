@@ -5,9 +5,6 @@ certificate's body holds the *ledger*: the draws that no committed round has tra
 of its round, every peer deals the same ranges for a later round, without a message. Draws that were dealt and not
 trained, or not committed, stay free, and are dealt first in the next round.
 
-With `round.overlap` a peer deals its next range while the last round is not certified yet. So there are two streams of
-draws, for even and for odd rounds: the ledger of a round's stream has not changed since the round before the last.
-
 Peers must agree to the bit: all arithmetic is of integers, or of products that every machine rounds alike.
 """
 
@@ -96,8 +93,8 @@ class Stream(Strict):
 class Ledger(Strict):
     """What a body says of the run's shared data."""
 
-    streams: Annotated[tuple[Stream, ...], Field(min_length=1, max_length=2)]
-    """The free draws; of two streams, those of even rounds first."""
+    stream: Stream
+    """The free draws."""
     pace: Packed = ""
     """Draws that each member of the body's roster trains in a round, a byte each (`_pace_byte`)."""
 
@@ -108,9 +105,9 @@ class Ledger(Strict):
         return self
 
     @classmethod
-    def empty(cls, num_streams: int) -> Ledger:
+    def empty(cls) -> Ledger:
         """Return the ledger of a run's start."""
-        return cls(streams=(Stream(),) * num_streams)
+        return cls(stream=Stream())
 
     def paces(self, num_members: int) -> list[int]:
         """Return each member's pace; 0 where it is unknown."""
@@ -125,13 +122,11 @@ class DealRules:
     Attributes:
         usual: Draws of a round: of all peers together, in mode `steps` of each. A peer's range while no pace is known.
         is_exact: Whether every peer makes `usual` draws in a round, as in mode `steps`.
-        num_streams: Two if rounds overlap.
         growth: How many times as long the round is as the one that the paces are of.
     """
 
     usual: int
     is_exact: bool
-    num_streams: int
     growth: float = 1.0
 
 
@@ -163,9 +158,6 @@ class Deal:
     """
 
     def __init__(self, ledger: Ledger, members: Sequence[str], round: int, rules: DealRules) -> None:
-        self.number = round % rules.num_streams
-        """The stream: its draw n is the run's draw n times the number of streams, plus this."""
-        self._num_streams = rules.num_streams
         self._paces = dict(zip(members, ledger.paces(len(members)), strict=True))
         first = round % len(members) if members else 0
         order = [*members[first:], *members[:first]]
@@ -174,8 +166,7 @@ class Deal:
         self._places = {peer: (ends[at], ends[at + 1], at % 2 == 1) for at, peer in enumerate(order)}
         self._dealt = ends[-1]
         self._spare = _lengths([0], rules, list(self._paces.values()))[0]
-        stream = ledger.streams[self.number]
-        self._free = [*stream.intervals(), (stream.next, MAX_DRAW)]
+        self._free = [*ledger.stream.intervals(), (ledger.stream.next, MAX_DRAW)]
         self._before = list(accumulate((stop - start for start, stop in self._free), initial=0))
 
     def has(self, peer: str) -> bool:
@@ -189,14 +180,6 @@ class Deal:
             peer: Its id; a peer with a range of its own has no spare one.
             spare: The spare range that a peer without one takes.
         """
-        step, first = self._num_streams, self.number
-        return tuple(
-            range(each.start * step + first, each.stop * step + first, each.step * step)
-            for each in self._ranges(peer, spare)
-        )
-
-    def _ranges(self, peer: str, spare: int | None) -> tuple[range, ...]:
-        """Return a peer's draws by their numbers within the stream."""
         if self.has(peer):
             start, stop, is_backwards = self._places[peer]
         elif spare is not None and spare < MAX_SPARES:
@@ -232,7 +215,7 @@ class Deal:
         for peer in sorted(drawn):
             said = drawn[peer]
             is_double = not self.has(peer) and said.spare in taken  # guard: one-spare
-            ranges = () if is_double else self._ranges(peer, said.spare)
+            ranges = () if is_double else self.range_of(peer, said.spare)
             if not self.has(peer) and said.spare is not None and said.count:
                 taken.add(said.spare)
             left = count = min(said.count, sum(map(len, ranges)))  # guard: own-range
@@ -242,9 +225,7 @@ class Deal:
                 if some:
                     trained.append((min(some[0], some[-1]), max(some[0], some[-1]) + 1))
             bytes_of_pace.append(_pace_byte(max(count, self._paces.get(peer, 0) * KEPT_PACE[0] // KEPT_PACE[1])))
-        streams = list(last.streams)
-        streams[self.number] = without(streams[self.number], trained)
-        return Ledger(streams=tuple(streams), pace=base64.b85encode(bytes(bytes_of_pace)).decode())
+        return Ledger(stream=without(last.stream, trained), pace=base64.b85encode(bytes(bytes_of_pace)).decode())
 
 
 def without(stream: Stream, trained: Iterable[Interval]) -> Stream:

@@ -11,15 +11,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spes_p2p.config import MAX_LEASE_SECONDS, Address, PeerId
 from spes_p2p.errors import RecordError
@@ -191,19 +183,10 @@ class Metrics(Record):
     exchange_seconds: Seconds
     other_seconds: Seconds
     """Rest of the round's wall time: outer step, publishing, claims, checkpoint."""
-    waited_seconds: Seconds | None = None
-    """Time that training stopped for synchronisation, if the two overlap; matchmaking, averaging and exchange are then
-    no part of the round's wall time. None without overlap."""
     bytes_in: Count
     bytes_out: Count
     stale_rounds: Count = 0
     """Largest lag of a slot of this peer's model behind its holders' version, in rounds."""
-
-    @model_serializer(mode="wrap")
-    def _without_zero(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `clipped` out if nothing was, so that earlier software can read the report."""
-        fields: dict[str, Any] = serialise(self)
-        return fields if self.clipped else {name: fields[name] for name in fields if name != "clipped"}
 
 
 class Archived(Record):

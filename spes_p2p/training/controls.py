@@ -63,7 +63,6 @@ def decide(
     is_due: bool,
     has_others: bool,
     has_voters: bool,
-    is_pending: bool,
     lease_seconds: float,
 ) -> Decision:
     """Return what a peer does next in its round.
@@ -79,15 +78,12 @@ def decide(
         is_due: Whether the round's training is over, or ends by steps, which this peer does not make.
         has_others: Whether another peer takes part in rounds.
         has_voters: Whether one that votes does.
-        is_pending: Whether the last round is still being synchronised.
         lease_seconds: Time for which a peer may keep its slots without training them.
     """
     if intent.leaves:
         return Decision("leave")
     if intent.trains:
         return Decision("step", intent.threads)
-    if is_pending:
-        return Decision("bring" if is_due else "wait")
     if not has_trained and intent.ends:
         return Decision("end")
     if not has_others:

@@ -1,7 +1,4 @@
-"""Which data a peer trains in a round, and what a round's roster has trained of them; for runs whose peers share data.
-
-Apart from the synchroniser, because the training loop deals a round's range while the last round is synchronised.
-"""
+"""Which data a peer trains in a round, and what a roster has trained of them; for runs whose peers share data."""
 
 from __future__ import annotations
 
@@ -26,22 +23,16 @@ MIN_USUAL = 16
 """Fewest batches of a range while no pace is known, in mode `tokens`."""
 
 
-def num_streams(run: RunConfig) -> int:
-    """Return the streams of a run's ledger: with overlap, a round's range is dealt before the last one is known."""
-    return 2 if run.round.overlap else 1
-
-
 def deal_rules(run: RunConfig, round: int) -> DealRules:
     """Return the numbers of a run that a round's deal depends on."""
     by_steps = run.round.mode == "steps"
     batch_tokens = run.train.batch_size * run.data.sequence_length
-    share, streams = run.round.share, num_streams(run)
+    share = run.round.share
     whole_round = max(MIN_USUAL, math.ceil(run.round_tokens * share(round) / batch_tokens))
     return DealRules(
         usual=run.round.steps_of(round) if by_steps else whole_round,
         is_exact=by_steps,
-        num_streams=streams,
-        growth=share(round) / share(max(1, round - streams)),
+        growth=share(round) / share(max(1, round - 1)),
     )
 
 
@@ -58,21 +49,17 @@ class Dealer:
         self._swarm = swarm
         self._held = held
         self._run = run
-        self._num_streams = num_streams(run)
 
     def _source(self, round: int) -> Body | None:
-        """Return the body that a round is dealt from: the last one that all peers know when its training begins.
-
-        None if this peer has come since, and does not know it where rounds overlap.
-        """
-        return self._swarm.certified(max(0, round - self._num_streams))
+        """Return the body that a round is dealt from; None if this peer does not know it."""
+        return self._swarm.certified(max(0, round - 1))
 
     def _deal(self, source: Body, round: int) -> Deal:
         members = [member.peer_id for member in source.members]
         return Deal(self._ledger_of(source), members, round, deal_rules(self._run, round))
 
     def _ledger_of(self, body: Body) -> Ledger:
-        return body.ledger or Ledger.empty(self._num_streams)
+        return body.ledger or Ledger.empty()
 
     def deal(self, round: int) -> Dealt:
         """Return the range that this peer trains in a round; an empty one if this peer cannot know it."""

@@ -1,8 +1,6 @@
 """The training loop of one peer: train until the round ends, synchronise, load, save, report. All ranks run it.
 
 `TrainingLoop._one_round` is the whole of a round on one screen; `Synchroniser.synchronise` is the leader's part of it.
-With `round.overlap` the loop trains the next round while the synchronisation runs, and corrects its parameters when
-the result is there (`round_work`); the last round's synchronisation is waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -29,15 +26,7 @@ from spes_p2p.training.controls import Controls, Decision, Intent, decide
 from spes_p2p.training.dealer import Draws
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.process_group import ProcessGroup, give_back_freed
-from spes_p2p.training.round_work import (
-    Correction,
-    PendingSync,
-    RoundWork,
-    StateUpdate,
-    StoredVectors,
-    Task,
-    ThreadTask,
-)
+from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
 from spes_p2p.training.slots import active_of
 from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
@@ -46,15 +35,11 @@ log = logging.getLogger(__name__)
 
 CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
-UNFINISHED = 0.999
-"""Cap on the elapsed share of a round whose end is unknown."""
 RETURN_SECONDS = 10.0
 """Pause between two tries of a peer that comes back."""
 MAX_FRUITLESS = 5
 """Attempts in a row without a finite step after which a peer ends."""
 REMEDY = "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu"
-LEAVING_SECONDS = 5.0
-"""Time that an interrupted peer gives a synchronisation under way to end."""
 
 
 class TrainingLoop:
@@ -68,7 +53,6 @@ class TrainingLoop:
         gate: Judges the slots that others publish; None accepts all.
         checkpoint: Where the leader saves the peer's state after each round; None saves nothing.
         controls: The owner's controls, on the leader; None lets the peer train.
-        start: Starts work beside the training; in virtual time for a virtual peer.
     """
 
     def __init__(
@@ -81,7 +65,6 @@ class TrainingLoop:
         gate: LossGate | None = None,
         checkpoint: PeerCheckpoint | None = None,
         controls: Controls | None = None,
-        start: Callable[[Callable[[], Correction]], Task[Correction]] = ThreadTask,
     ) -> None:
         self._run = run
         self._trainer = trainer
@@ -90,9 +73,7 @@ class TrainingLoop:
         self._gate = gate
         self._checkpointer = Checkpointer(checkpoint, trainer, group, sync)
         self._controls = controls
-        self._start = start
         self._on_round: Callable[[Metrics], None] | None = None
-        self._pending: PendingSync | None = None
         self._draws = Draws(run, trainer.data, group, sync.dealer if sync is not None else None)
         self._round = 0
         self._total_tokens = 0
@@ -100,7 +81,6 @@ class TrainingLoop:
         self._round_started = 0.0  # DHT time
         self._round_ends = 0.0  # DHT time
         self._last_report = self._trainer.clock()
-        self._waited_seconds = 0.0
         self._halted_seconds = 0.0
         self._step_seconds = 0.0
         self._num_fruitless = 0
@@ -151,10 +131,7 @@ class TrainingLoop:
                 self._one_round()
                 self._follow_amendments()
                 self.is_ended = self._group.from_leader(lambda: self._intent(0.0).ends) or self.is_ended
-            if self._pending is not None:
-                self._land(self._pending)
         finally:
-            self.abandon_pending(LEAVING_SECONDS)
             self._checkpointer.close()
 
     def _meet(self) -> None:
@@ -162,7 +139,6 @@ class TrainingLoop:
 
         A peer that comes late may meet the others as they end a round: it commits that round without tokens of its own.
         """
-        began = self._trainer.clock()
         work = RoundWork(
             vectors={},
             tokens=0,
@@ -175,21 +151,17 @@ class TrainingLoop:
         )
         self._load(self._lead(lambda sync: sync.meet(work)))
         if self._group.from_leader(lambda: self._sync is not None and self._sync.stats.num_committed > 0):
-            self._conclude(work, self._trainer.clock() - began if self._run.round.overlap else None)
+            self._conclude(work)
 
     def _one_round(self) -> None:
         """Run one round. Its vectors are local to this call, so they are freed before the next round."""
         work = self._train()  # local vectors, moments, tokens, routed
         if work is None or self._is_over:
             return  # its owner has taken it out; or the others have gone on meanwhile, and ended the run
-        if self._run.round.overlap and self._round + 1 < self._run.round.total:
-            self._synchronise_beside_training(work)
-            return
-        began, before = self._trainer.clock(), self._round
+        before = self._round
         self._load(self._lead(lambda sync: sync.synchronise(work, closes_from=self._round_ends)))
         if self._round > before:
-            waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
-            self._conclude(work, waited)
+            self._conclude(work)
 
     def _follow_amendments(self) -> None:
         """Go on with the settings that the founder has changed, if the last certificate says so."""
@@ -199,24 +171,14 @@ class TrainingLoop:
             if run.data.mixture:
                 cast(MixedSource, self._trainer.data).amend(run.data)
 
-    def abandon_pending(self, seconds: float) -> None:
-        """Wait a bounded time for the synchronisation in which this peer was interrupted."""
-        if self._pending is not None:
-            self._pending.abandon(seconds)
-
     @property
     def _is_over(self) -> bool:
         return self._round >= self._run.round.total
 
-    @property
-    def _training_round(self) -> int:
-        """The round that this peer trains."""
-        return self._round + 1 + (self._pending is not None)
-
     # ------------------------------------------------------------------ training
 
     def _train(self) -> RoundWork | None:
-        """Make local steps until the round ends, and apply a pending synchronisation on the way.
+        """Make local steps until the round ends.
 
         Returns:
             What was trained; None if the owner's controls have taken this peer out of the round.
@@ -224,10 +186,8 @@ class TrainingLoop:
         began, tokens, weighted_loss, steps, finite_steps = self._trainer.clock(), 0, 0.0, 0, 0
         self._round_started = self._now()
         self.begun_rounds += 1
-        dealt = self._draws.deal(self._training_round)
+        self._draws.deal(self._round + 1)
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
-            if self._draws.dealt is not dealt:  # what was trained since the last one has been given up
-                tokens, weighted_loss, dealt = 0, 0.0, self._draws.dealt
             act = self._act(done, steps)
             if act in ("stand aside", "end"):
                 self._stand_aside(is_ended=act == "end")
@@ -239,24 +199,15 @@ class TrainingLoop:
             if self._draws.are_exhausted:
                 self._await_end()
                 break
-            position = self._round + (self._pending is not None) + min(done, 1.0)
             began_step = self._trainer.clock()
-            step = self._trainer.step(*self._rates(position))
+            step = self._trainer.step(*self._rates(self._round + min(done, 1.0)))
             self._step_seconds = self._trainer.clock() - began_step
             steps += 1
             if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
                 finite_steps += 1
                 tokens += step.tokens
                 weighted_loss += step.loss * step.tokens
-            if self._pending is None:
-                self._rescue_orphans()
-            else:
-                self._pending.advance(step.tokens)
-                self._land_if_due(self._pending)
-        if self._pending is not None:
-            self._land(self._pending)
-        if self._draws.dealt is not dealt:
-            tokens, weighted_loss = 0, 0.0
+            self._rescue_orphans()
         seconds = self._trainer.clock() - began - self._halted_seconds
         if steps:
             self._tokens_per_second = tokens / seconds
@@ -278,8 +229,7 @@ class TrainingLoop:
 
     def _work(self, tokens: int, weighted_loss: float, seconds: float, speed: float) -> RoundWork:
         """Return what was trained, at what speed, and start the counters again."""
-        if not self._run.round.overlap:
-            give_back_freed()  # gradients and activations: the round's vectors take as much
+        give_back_freed()  # gradients and activations: the round's vectors take as much
         work = RoundWork(
             vectors=self._vectors(),
             tokens=tokens,
@@ -292,21 +242,16 @@ class TrainingLoop:
             steps=self._trainer.steps,
             total_tokens=self._total_tokens,
             data=self._trainer.data.state_dict(),
-            ended=self._trainer.clock(),
-            waited_seconds=self._waited_seconds,
             dealt=self._draws.dealt,
             drawn=self._draws.num_drawn,
         )
         self.brought_steps = self._trainer.steps
-        self._waited_seconds = 0.0
         self._halted_seconds = 0.0
         return work
 
     def _vectors(self) -> Mapping[VectorName, Tensor]:
-        """Return what was trained; each vector is read lazily, unless training changes it meanwhile."""
+        """Return what was trained; each vector is read when it is asked for."""
         trainer = self._trainer
-        if self._run.round.overlap:
-            return trainer.all_vectors()
         room = self._sync.swarm.room(trainer.slots) if self._sync is not None else {}
         if trainer.is_sharded:  # all ranks must help to read them
             return trainer.all_vectors(room)
@@ -320,7 +265,7 @@ class TrainingLoop:
             return trainer.all_moments(run.kept_moments)
         if (self._round + 1) % run.codecs.moments_interval:
             return {}
-        if run.round.overlap or trainer.is_sharded:  # they change meanwhile, or all ranks must help to read them
+        if trainer.is_sharded:  # all ranks must help to read them
             return trainer.all_moments(run.kept_moments, trainer.names[1:])
         kinds = run.kept_moments("slot")
         names = trainer.names[1:] if self._group.is_leader and kinds else ()
@@ -334,7 +279,7 @@ class TrainingLoop:
             log.info("round %d: all batches that were dealt to this peer are trained", self._round + 1)
             return self._sync.swarm.wait(max(0.0, self._round_ends - self._now()))
 
-        if self._run.round.mode == "tokens" and self._pending is None:
+        if self._run.round.mode == "tokens":
             self._group.from_leader(of_leader)
 
     # ------------------------------------------------------------------ the owner's controls
@@ -346,14 +291,14 @@ class TrainingLoop:
 
     def _act(self, done: float, steps: int) -> str:
         """Return the next action of all ranks (`Decision.act`)."""
-        by_steps, is_pending = self._run.round.mode == "steps", self._pending is not None
+        by_steps = self._run.round.mode == "steps"
 
         def of_leader() -> Decision:
             if self._controls is None or self._sync is None:
                 return Decision()
             began, held = self._trainer.clock(), self._sync.held
             # The others would wait for a peer that rests or waits beyond the round's end.
-            has_end = not (by_steps or is_pending or done >= 1.0)
+            has_end = not (by_steps or done >= 1.0)
             intent = self._intent(max(0.0, self._round_ends - self._now()) if has_end else math.inf)
             held.limit(intent.slots)
             # A peer that trains reads no records between its steps.
@@ -368,7 +313,6 @@ class TrainingLoop:
                 is_due=done >= 1.0 or by_steps,
                 has_others=bool(others),
                 has_voters=not others.isdisjoint(self._sync.swarm.last().voters),
-                is_pending=is_pending,
                 lease_seconds=self._run.round.lease_seconds,
             )
 
@@ -377,8 +321,6 @@ class TrainingLoop:
             torch.set_num_threads(decision.threads)
         if decision.act == "leave":
             raise KeyboardInterrupt
-        if self._pending is not None and decision.act == "wait":
-            self._land_if_due(self._pending)
         return decision.act
 
     def _stand_by(self) -> None:
@@ -431,18 +373,13 @@ class TrainingLoop:
     def _share_done(self, steps: int) -> float:
         """Return the share of the round that is over, by steps or by the leader's clock."""
         if self._run.round.mode == "steps":
-            return steps / self._run.round.steps_of(self._training_round)
+            return steps / self._run.round.steps_of(self._round + 1)
         return self._group.from_leader(lambda: self._share_elapsed(steps))
 
     def _share_elapsed(self, steps: int) -> float:
-        """Return the share of the round's time that is over: 1 if another step would end too late.
-
-        While a synchronisation is pending the round's end is not known, but no round outlasts `round.max_seconds`.
-        """
+        """Return the share of the round's time that is over: 1 if another step would end too late."""
         now, began = self._now(), self._round_started
         share = (now - began) / max(self._round_ends - began, 1e-3)
-        if self._pending is not None:
-            return min(share, UNFINISHED) if now - began < self._run.round.max_seconds else 1.0
         step_seconds = (now - began - self._halted_seconds) / max(steps, 1)
         tolerance = PUNCTUAL * self._run.round.matchmaking_seconds
         return max(share, 1.0) if steps and now + step_seconds > self._round_ends + tolerance else share
@@ -504,93 +441,29 @@ class TrainingLoop:
             self._trainer.load(None)
         give_back_freed()
 
-    def _synchronise_beside_training(self, work: RoundWork) -> None:
-        """Start the synchronisation; until it lands, nothing else here touches the leader's synchroniser."""
-        task, sync, closes_from = None, self._sync, self._round_ends
-        if sync is not None:
-            task = self._start(partial(_correction, sync, work, closes_from))
-            # The next round is taken to last as long as this one until its end is known.
-            self._round_ends = self._now() + max(0.0, closes_from - self._round_started)
-        self._pending = PendingSync(work, self._run.round.overlap, task)
-
-    def _land_if_due(self, pending: PendingSync) -> None:
-        ends_by_time = self._run.round.mode == "tokens"
-        if self._group.from_leader(lambda: pending.is_due(self._now() if ends_by_time else None)):
-            self._land(pending)
-
-    def _land(self, pending: PendingSync) -> None:
-        """Wait for a synchronisation and apply its result to what was trained on meanwhile."""
-        began, before = self._trainer.clock(), self._round
-        correction: Correction | None = None
-
-        def land(sync: Synchroniser) -> StateUpdate:
-            nonlocal correction
-            correction = pending.land()
-            return correction.update
-
-        update = self._lead(land)
-        self._pending = None
-        self._waited_seconds += self._trainer.clock() - began
-        self._load(update)
-        self._trainer.shift(correction.shifts if correction else None)
-        moments, own = (correction.moments, correction.before) if correction else (None, None)
-        self._trainer.load_moments_late(moments, own, pending.optimizer_steps)
-        if self._round > before:
-            self._conclude(pending.work, pending.work.waited_seconds, ended=pending.work.ended)
-        if self._draws.dealt is not None and self._group.from_leader(
-            lambda: self._sync is not None and not keeps_draws(self._sync, pending.work)
-        ):
-            self._draws.deal(self._training_round)
-        self._halted_seconds += self._trainer.clock() - began
-
     # ------------------------------------------------------------------ saving and reporting
 
-    def _conclude(self, work: RoundWork, waited_seconds: float | None, ended: float | None = None) -> None:
-        """Save and report a committed round.
-
-        Args:
-            work: What was committed.
-            waited_seconds: Seconds for which training waited; None without overlap, where it waits for the whole
-                synchronisation.
-            ended: Second at which the round's time ended; by default now.
-        """
+    def _conclude(self, work: RoundWork) -> None:
+        """Save and report a committed round."""
         self._checkpointer.save(self._round, work.steps, work.total_tokens, work.data, is_last=self._is_over)
         if self._sync is None:
             return
-        ended = self._trainer.clock() if ended is None else ended
-        wall_seconds = ended - self._last_report
-        self._last_report = ended
-        report = self._sync.report(work, self._trainer.slots, wall_seconds, waited_seconds)
+        began, self._last_report = self._last_report, self._trainer.clock()
+        report = self._sync.report(work, self._trainer.slots, self._last_report - began)
         _log_report(report)
         self._sync.swarm.report(report)
         if self._on_round is not None:
             self._on_round(report)
 
 
-def _correction(sync: Synchroniser, work: RoundWork, closes_from: float) -> Correction:
-    """Synchronise, and return what that changes; without the steps made meanwhile, if their data do not count."""
-    update = sync.synchronise(work, closes_from=closes_from)
-    return Correction.of(update, work) if keeps_draws(sync, work) else Correction(update, {}, {}, {})
-
-
-def keeps_draws(sync: Synchroniser, work: RoundWork) -> bool:
-    """Tell whether what is trained beside a synchronisation can count.
-
-    If peers share data and this peer has not committed the round, what it trains meanwhile is given up: its next delta
-    would contain batches of two deals.
-    """
-    return work.dealt is None or sync.stats.num_committed > 0  # guard: given-up-draws
-
-
 def _log_report(report: Metrics) -> None:
     loss = "none" if report.loss is None else f"{report.loss:.3f}"
-    waited = "" if report.waited_seconds is None else f"; waited {report.waited_seconds:.1f} s"
     stale = f"; slots up to {report.stale_rounds} rounds old" if report.stale_rounds else ""
     log.info(
         "round %d: %d peers, loss %s, %.0f tokens/s, shared %s, slots %s; "
-        "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other%s%s",
+        "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other%s",
         *(report.round, report.num_members, loss, report.tokens_per_second, report.shared_digest),
         slot_ranges(report.slots),
         *(report.train_seconds, report.matchmaking_seconds, report.averaging_seconds),
-        *(report.exchange_seconds, report.other_seconds, waited, stale),
+        *(report.exchange_seconds, report.other_seconds, stale),
     )

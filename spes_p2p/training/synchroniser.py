@@ -288,9 +288,8 @@ class Synchroniser:
             if self._is_behind(len(expected)):
                 log.warning("round %d: the others have decided it without this peer; catching up", self.round + 1)
                 vectors = self._catch_up(work.routed)
-                if not self._run.round.overlap:  # with overlap, training goes on meanwhile
-                    found, ends_at = self._rejoin(work.routed)
-                    vectors |= found
+                found, ends_at = self._rejoin(work.routed)
+                vectors |= found
             elif body is not None and SHARED in self.held.lost:
                 # Alone, it has made a certified round again, to another result: after another device or optimizer.
                 log.warning("round %d: the certified result is lost; going on from the round before", body.round)
@@ -306,8 +305,7 @@ class Synchroniser:
         vectors |= {name: self.anchors.weights(name) for name in self.anchors.names}
         ends_at = ends_at or self._next_end(result, self.round + 1)
         self._announce(ends_at)
-        if not self._run.round.overlap:  # with overlap, training does not wait for it
-            self._synced.append(min(self.swarm.now() - began, 3600.0))
+        self._synced.append(min(self.swarm.now() - began, 3600.0))
         return StateUpdate(self.held.slots, vectors, ends_at)
 
     def _is_behind(self, expected: int) -> bool:
@@ -373,15 +371,11 @@ class Synchroniser:
                 if self.swarm.wait(POLL_SECONDS):
                     return
 
-    def report(
-        self, work: RoundWork, slots: tuple[int, ...], wall_seconds: float, waited_seconds: float | None
-    ) -> Metrics:
+    def report(self, work: RoundWork, slots: tuple[int, ...], wall_seconds: float) -> Metrics:
         """Return the report of the round that was committed last."""
         stats = self.stats
         bytes_in, bytes_out = self.swarm.traffic()
         spent = work.seconds + stats.matchmaking_seconds + stats.averaging_seconds + stats.exchange_seconds
-        if waited_seconds is not None:
-            spent = work.seconds + waited_seconds
         return Metrics(
             peer_id=self.swarm.peer_id,
             round=self.round,
@@ -401,7 +395,6 @@ class Synchroniser:
             averaging_seconds=stats.averaging_seconds,
             exchange_seconds=stats.exchange_seconds,
             other_seconds=max(0.0, wall_seconds - spent),
-            waited_seconds=waited_seconds,
             bytes_in=bytes_in,
             bytes_out=bytes_out,
             stale_rounds=stats.stale_rounds,
@@ -430,7 +423,7 @@ class Synchroniser:
             refreshes=self._machine.refresh_slots is not None,
         )
         own = work.vectors or StoredVectors(self.anchors.names, self.anchors.weights)
-        overwrites = bool(work.vectors) and not self._run.round.overlap  # with overlap they are needed again
+        overwrites = bool(work.vectors)
         moments = work.moments if self.anchors.averages_moments(self.round + 1) else {}
         if self.dealer is not None:
             said = self.dealer.said(self.round + 1, member.tokens, work.dealt, work.drawn)

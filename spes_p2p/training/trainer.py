@@ -346,21 +346,6 @@ class Trainer:
                 for key, param in self._parameters(name).items():
                     param.add_(distribute_like(tensors[key], param))
 
-    def load_moments_late(
-        self, moments: Mapping[VectorName, Tensor] | None, before: Mapping[VectorName, Tensor] | None, steps: int
-    ) -> None:
-        """Load averaged moments as if they had come `steps` optimizer steps ago, on every rank.
-
-        Args:
-            moments: Flat, by the name of what is trained here; only the leader passes them.
-            before: What `all_moments` returned then, of the same names at least; only the leader passes them.
-            steps: Optimizer steps made since.
-        """
-        averaged = dict(self._group.share(moments))
-        known = dict(self._group.share({name: before[name] for name in averaged} if before is not None else None))
-        for name, flat in averaged.items():
-            self.optimizer.set_moments(name, self._by_kind(name, flat), self._by_kind(name, known[name]), steps)
-
     def _by_kind(self, name: VectorName, flat: Tensor) -> dict[str, dict[str, Tensor]]:
         """Split a vector of averaged moments by kind and parameter; a single one is the last kind."""
         layout = self.layouts[name.kind]

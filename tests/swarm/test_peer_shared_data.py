@@ -47,11 +47,11 @@ def shards(folder: Path) -> tuple[Path, DataConfig]:
     return path, DataConfig(**common, held_out_fraction=0.3)
 
 
-def draws_of(words: str, num_streams: int) -> list[int]:
-    """Return the batches that a log line names: those of one stream, which has every other one if there are two."""
+def draws_of(words: str) -> list[int]:
+    """Return the batches that a log line names."""
     found: list[int] = []
     for first, last in re.findall(r"(\d+)-(\d+)", words):
-        step = num_streams if int(first) <= int(last) else -num_streams
+        step = 1 if int(first) <= int(last) else -1
         found += range(int(first), int(last) + step, step)
     return found
 
@@ -93,23 +93,22 @@ class Peers:
         for name in NAMES[1:]:
             self.start(name, "--resume", "--initial-peers", self.address("a"))
 
-    def trained(self, name: str, num_streams: int) -> dict[int, list[int]]:
+    def trained(self, name: str) -> dict[int, list[int]]:
         """Return what a peer says it has brought to each round: of one that it brought several times, the last."""
         found = (TRAINED.search(line) for peer in self._all[name] for line in peer.lines)
-        return {int(each[1]): draws_of(each[2], num_streams) for each in found if each is not None}
+        return {int(each[1]): draws_of(each[2]) for each in found if each is not None}
 
     def close(self) -> None:
         self._server.close()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("overlap", [0, 1])
 def test_no_window_counts_twice_or_never_in_a_swarm_of_four_with_kills(
-    commands: Commands, tmp_path: Path, overlap: int, seed: int
+    commands: Commands, tmp_path: Path, seed: int
 ) -> None:
     path, data = shards(tmp_path)
     rounds = {"mode": "tokens", "tokens": 6000, "min_seconds": 2.0, "max_seconds": 6.0, "total": 10_000}
-    rounds |= {"min_peers": 3, "overlap": overlap, "shrink_seconds": 20.0, "heartbeat_seconds": 1.0}
+    rounds |= {"min_peers": 3, "shrink_seconds": 20.0, "heartbeat_seconds": 1.0}
     settings = write_settings(tmp_path / "run.yaml", round=rounds, data=data.model_dump(mode="json", exclude={"paths"}))
     draw, peers = random.Random(seed), Peers(commands, tmp_path, path)
     try:
@@ -137,7 +136,7 @@ def test_no_window_counts_twice_or_never_in_a_swarm_of_four_with_kills(
     bodies = max((bodies_of(tmp_path / name) for name in NAMES), key=len)
     ids = {name: re.search(r"this peer is (\w+)", "\n".join(peers._all[name][0].lines))[1] for name in NAMES}
     names = {peer_id: name for name, peer_id in ids.items()}
-    said = {name: peers.trained(name, 1 + overlap) for name in NAMES}
+    said = {name: peers.trained(name) for name in NAMES}
     draws = Counter(
         draw
         for body in bodies
@@ -147,12 +146,9 @@ def test_no_window_counts_twice_or_never_in_a_swarm_of_four_with_kills(
     )
     ledger = bodies[-1].ledger
     assert ledger is not None
-    streams, free = len(ledger.streams), set[int]()
     end = max(draws) + 1
-    for number, stream in enumerate(ledger.streams):
-        intervals = [*stream.intervals(), (stream.next, end)]
-        free |= {draw * streams + number for start, stop in intervals for draw in range(start, stop)}
-    free &= set(range(end))
+    intervals = [*ledger.stream.intervals(), (ledger.stream.next, end)]
+    free = {draw for start, stop in intervals for draw in range(start, stop)} & set(range(end))
     source = train_sources(
         data.model_copy(update={"paths": [path]}), load_tokenizer(TOKENIZER), paths=[], cache=tmp_path / "cache"
     )(0)

@@ -146,7 +146,6 @@ def test_every_setting_is_drawn_but_texts() -> None:
     texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer", "paths", "fingerprint")}
     texts |= {("data", "chat_template"), ("data", "probe"), ("data", "mixture"), ("data", "phases"), ("data", "urls")}
     nested = {
-        ("outer", "slots"),
         ("model", "start"),
         ("", "adapter"),
         *(("", name) for name in sections(RunConfig) if name),

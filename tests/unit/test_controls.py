@@ -306,8 +306,6 @@ HELD = Intent(trains=False, held_seconds=5.0)
         (HELD, {"lease_seconds": 5.0, "has_trained": False, "has_others": False}, "wait"),
         (HELD, {"lease_seconds": 5.0, "has_trained": False, "has_voters": False}, "wait"),
         (HELD, {"lease_seconds": 5.0, "has_trained": False, "has_voters": False, "is_due": True}, "bring"),
-        (HELD, {"lease_seconds": 5.0, "has_trained": False, "is_pending": True}, "wait"),
-        (HELD, {"is_pending": True, "is_due": True}, "bring"),
         (Intent(trains=False, ends=True), {}, "wait"),
         (Intent(trains=False, ends=True), {"has_others": False, "is_due": True}, "bring"),
         (Intent(trains=False, ends=True), {"has_trained": False}, "end"),
@@ -316,7 +314,7 @@ HELD = Intent(trains=False, held_seconds=5.0)
 )
 def test_a_held_peer_brings_what_it_has_and_stands_aside_after_a_lease(intent: Intent, changes: dict, act: str) -> None:
     usual = {"has_trained": True, "has_others": True, "has_voters": True, "lease_seconds": 60.0}
-    assert decide(intent, **{**usual, "is_due": False, "is_pending": False, **changes}).act == act
+    assert decide(intent, **{**usual, "is_due": False, **changes}).act == act
 
 
 def test_a_value_of_none_takes_a_setting_back() -> None:

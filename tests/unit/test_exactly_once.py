@@ -9,8 +9,6 @@ from benchmarks.exactly_once import Outcome, history, mixture, settings
 
 KINDS = {
     "tokens": {},
-    "steps, overlap": {"mode": "steps", "steps": 6, "overlap": 2},
-    "overlap": {"overlap": 1},
     "steps": {"mode": "steps", "steps": 6},
     "mixture": {},
     "growing": {"growing": 6},

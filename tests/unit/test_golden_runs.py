@@ -67,8 +67,6 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "by-time": {"run": {"round": BY_TIME}, "speeds": UNEQUAL, "evaluate_rounds": 1},
     "int4": {"run": {"codecs": FEW_BITS, "round": {"total": 4}}},
     "int8-by-time": {"run": {"codecs": {"shared": "int8", "slots": "int4"}, "round": BY_TIME}, "speeds": UNEQUAL},
-    "overlap": {"run": {"round": {"overlap": 2}}, "speeds": UNEQUAL, "evaluate_rounds": 1},
-    "overlap-int4": {"run": {"codecs": FEW_BITS, "round": {**BY_TIME, "overlap": 2, "total": 5}}, "speeds": UNEQUAL},
     "churn": {"run": {"round": {"total": 9, "steps": 2}}, "peers": 5, "events": CHURN, "evaluate_rounds": 3},
     "moments-local": {"run": {"outer": {"moments": "local"}}},
     "moments-local-one-copy": {"run": {"outer": {"moments": "local"}, "round": {"copies": 1}}},
@@ -98,12 +96,12 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "frozen-nf4": {"run": {"frozen_storage": "nf4"}},
 }
 """What differs from three peers of two slots each: settings of the run and of all machines, and of the scenario."""
-FULL = ("int4", "int8-by-time", "overlap", "moments-local-one-copy", "moments-second", "attacker-lying-reducer")
+FULL = ("int4", "int8-by-time", "moments-local-one-copy", "moments-second", "attacker-lying-reducer")
 FULL += ("refresh-budget", "frozen-int8")
 """Runs of the full lane: each has one setting more or less than another one here, and half of all the time."""
 NEEDS_BITSANDBYTES = {"frozen-nf4"}
 SECONDS = ("tokens_per_second", "train_seconds", "matchmaking_seconds", "averaging_seconds", "exchange_seconds")
-SECONDS += ("other_seconds", "waited_seconds")
+SECONDS += ("other_seconds",)
 """Of a report: virtual in a simulation, and the clock's elsewhere."""
 
 

@@ -218,9 +218,8 @@ def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
     theirs = Setup.of(run, MachineConfig(), None)
     kept = {"averaged_moments": 2, "kept_moments": 1, "copies": 2, "kept": "int8"}
     assert theirs == Setup("int8", "muon", outer_momentum=True, merges=True, **kept)
-    apart = RunConfig.model_validate({"round": {"overlap": 3}})
-    setup = Setup.of(apart, MachineConfig(refresh_slots=5), None)
-    assert (setup.outer_momentum, setup.refresh_slots, setup.overlaps) == (False, 5, True)
+    setup = Setup.of(RunConfig(), MachineConfig(refresh_slots=5), None)
+    assert (setup.outer_momentum, setup.refresh_slots) == (False, 5)
     assert Setup.of(run, MachineConfig(micro_batch_size=2), None).accumulates
     exact = RunConfig(frozen_storage="fp32")
     own = Setup.of(exact, MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
@@ -246,9 +245,6 @@ def test_vectors_are_those_that_a_round_holds() -> None:
     assert nesterov.vectors == 0 and nesterov.round_vectors == 4 * (2 + 2) * trained
     merging = peer_memory(SIZE, 2, replace(local, merges=True))
     assert merging.round_vectors == 4 * (2 * trained + 4 * 8 * 300 + 2 * 300)
-    overlapping = peer_memory(SIZE, 2, replace(local, overlaps=True))
-    assert overlapping.round_vectors == plan.round_vectors + 8 * trained  # what was taken is needed again
-    assert overlapping.training_bytes == plan.training_bytes + overlapping.round_vectors
     start = 4 * 1000 + 4 * 8 * 300 + 4 * 1000  # one vector beside the model
     assert plan.startup_bytes == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
     assert nesterov.startup_bytes == start + 4 * 1000

@@ -84,7 +84,6 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.C
         ["--run.round.mode", "steps", "--run.round.steps", "3"],
         ["--run.round.mode", "tokens"],
         ["--run.round.mode", "tokens", "--run.round.samples", "100"],
-        ["--run.round.mode", "tokens", "--run.round.overlap", "2"],
     ],
 )
 def test_says_how_long_rounds_must_be_for_the_links(capsys: pytest.CaptureFixture[str], rounds: list[str]) -> None:
@@ -94,8 +93,7 @@ def test_says_how_long_rounds_must_be_for_the_links(capsys: pytest.CaptureFixtur
     found = re.search(r"rounds that train 97% of their time +(--.+)", text)
     assert found is not None and int(re.findall(r"(\d+)% of the round", text)[0]) < 97
     again = planned(capsys, *SEVEN, *link, *found[1].split())
-    share = 100 if "--run.round.overlap" in rounds else 97
-    assert re.findall(r"(\d+)% of the round", again) == [str(share)] and "rounds that train" not in again
+    assert re.findall(r"(\d+)% of the round", again) == ["97"] and "rounds that train" not in again
     slow = planned(capsys, *SEVEN, *link, "--uplink-mbit", "1")
     assert ("longer than the longest round" in slow) == ("steps" not in rounds)
 

@@ -192,7 +192,6 @@ def test_the_first_of_rounds_that_links_make_long_are_shorter_if_the_model_is_ne
     [
         ({}, (3880, 3880, 240, 120)),
         ({"tokens": 10**6}, (3880, 3880, 240, 120)),
-        ({"overlap": 2}, (120, 600, 240, 120)),
         ({"max_seconds": 1000}, (1000, 1000, 240, 120)),
         ({"min_seconds": 7}, (7, 600, 240, 120)),
         ({"mode": "steps"}, (5, 600, 240, 120)),

@@ -16,10 +16,7 @@ from spes_p2p.monitor.view import (
     WEIGHT_CAP,
     SwarmView,
     fold,
-    phase_seconds,
     summarise,
-    sync_share,
-    wall_seconds,
 )
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
@@ -216,32 +213,6 @@ def test_the_oldest_slot_of_anybodys_model_is_told_of() -> None:
     assert summarise([fresh]).stale_rounds == 0
     assert summarise([fresh, old]).stale_rounds == 3
     assert summarise([fresh, old, liar]).stale_rounds == 9, "nothing is older than the run"
-
-
-@pytest.mark.parametrize(
-    ("waited", "phases", "wall"),
-    [
-        (None, (8.0, 1.0, 2.0, 1.0, 0.5), 12.5),
-        (0.0, (8.0, 0.0, 0.0, 0.0, 0.5), 8.5),
-        (1.0, (8.0, 0.25, 0.5, 0.25, 0.5), 9.5),
-        (6.0, (8.0, 1.0, 2.0, 1.0, 2.5), 14.5),
-    ],
-    ids=["blocking", "hidden", "in-part", "slower-peers"],
-)
-def test_of_a_synchronisation_beside_training_counts_what_was_waited_for(
-    waited: float | None, phases: tuple[float, ...], wall: float
-) -> None:
-    times = {"matchmaking_seconds": 1.0, "averaging_seconds": 2.0, "exchange_seconds": 1.0, "other_seconds": 0.5}
-    told = report(0, 1, waited_seconds=waited, **times)
-    assert tuple(phase_seconds(told).values()) == phases and wall_seconds(told) == wall
-    assert sync_share(told) == pytest.approx(1.0 - 8.0 / wall)
-    summary = summarise([told])
-    assert tuple(summary.phases.values()) == phases and summary.seconds == wall
-
-
-def test_waiting_is_told_even_where_synchronising_took_no_time() -> None:
-    times = {"matchmaking_seconds": 0.0, "averaging_seconds": 0.0, "exchange_seconds": 0.0}
-    assert phase_seconds(report(0, 1, waited_seconds=3.0, **times))["other"] == 3.5
 
 
 def test_records_of_peers_that_no_certificate_knows_change_no_figure() -> None:

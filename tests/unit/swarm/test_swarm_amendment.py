@@ -150,7 +150,7 @@ def test_what_contradicts_itself_is_refused() -> None:
 
 
 def at_round(number: int, next: int = 0) -> Body:
-    ledger = Ledger(streams=(Stream(next=next),)) if next else None
+    ledger = Ledger(stream=Stream(next=next)) if next else None
     return last_body().model_copy(update={"round": number, "ledger": ledger})
 
 

@@ -51,7 +51,7 @@ NEW = PEERS[50:]
 KEYS = Round().key(VOTERS[0])
 
 
-LEDGER = Ledger(streams=(without(Stream(), [(0, 3), (5, 9)]),))
+LEDGER = Ledger(stream=without(Stream(), [(0, 3), (5, 9)]))
 
 
 def fault(round: Round, proposal) -> str:
@@ -375,7 +375,7 @@ def test_a_proposer_cannot_change_what_the_members_have_trained():
     """The members confirm the ledger with their roster, so a body with another one has no confirmation."""
     round = Round(ledger=LEDGER)
     assert not fault(round, round.propose()) and round.body().ledger == LEDGER
-    other = LEDGER.model_copy(update={"streams": (Stream(next=10),)})
+    other = LEDGER.model_copy(update={"stream": Stream(next=10)})
     for ledger in (other, None):
         assert "not of its roster" in fault(round, round.propose(body=round.body(ledger=ledger)))
 

@@ -16,9 +16,8 @@ from spes_p2p.swarm import ledger as module
 from spes_p2p.swarm.ledger import MAX_SPARES, Deal, DealRules, Drawn, Ledger, Stream, without
 
 PEERS = [f"peer-{index:02}" for index in range(40)]
-BY_TIME = DealRules(usual=10, is_exact=False, num_streams=1)
-BY_STEPS = DealRules(usual=5, is_exact=True, num_streams=1)
-OVERLAPPING = DealRules(usual=10, is_exact=False, num_streams=2)
+BY_TIME = DealRules(usual=10, is_exact=False)
+BY_STEPS = DealRules(usual=5, is_exact=True)
 
 
 def numbers(ranges: tuple[range, ...]) -> list[int]:
@@ -38,13 +37,13 @@ def test_a_stream_holds_exactly_the_draws_that_were_not_trained(first, second):
     assert Stream.model_validate_json(stream.model_dump_json()) == stream
 
 
-@given(st.data(), st.sampled_from([BY_TIME, BY_STEPS, OVERLAPPING]), st.integers(1, 12))
+@given(st.data(), st.sampled_from([BY_TIME, BY_STEPS]), st.integers(1, 12))
 def test_each_draw_counts_in_one_round_whatever_members_do(data, rules, num_rounds):
     """Peers come, go, draw less or more than their ranges, take one spare range, and rounds are repeated."""
-    history = [(Ledger.empty(rules.num_streams), list[str]())]
+    history = [(Ledger.empty(), list[str]())]
     counted: set[int] = set()
     for round in range(1, num_rounds + 1):
-        source = history[max(0, round - rules.num_streams)]
+        source = history[-1]
         deal = Deal(*source, round, rules)
         members = sorted(data.draw(st.sets(st.sampled_from(PEERS), min_size=1, max_size=8)))
         spares = {peer: data.draw(st.integers(0, 3)) for peer in members if not deal.has(peer)}
@@ -52,11 +51,8 @@ def test_each_draw_counts_in_one_round_whatever_members_do(data, rules, num_roun
         ranges = {peer: numbers(deal.range_of(peer, spares.get(peer))) for peer in members}
         last, _ = history[-1]
         after = deal.settled(last, drawn)
-        end = 1 + max(draw for each in ranges.values() for draw in each) // rules.num_streams
-        before_free, after_free = (free(each.streams[deal.number], end) for each in (last, after))
-        before_free, after_free = (
-            {draw * rules.num_streams + deal.number for draw in each} for each in (before_free, after_free)
-        )
+        end = 1 + max(draw for each in ranges.values() for draw in each)
+        before_free, after_free = (free(each.stream, end) for each in (last, after))
         first = {spares[peer]: peer for peer in reversed(members) if peer in spares and drawn[peer].count}
         winners = [peer for peer in members if deal.has(peer) or first.get(spares[peer]) == peer]
         expected = {draw for peer in winners for draw in ranges[peer][: drawn[peer].count]}
@@ -64,15 +60,12 @@ def test_each_draw_counts_in_one_round_whatever_members_do(data, rules, num_roun
         assert len(expected) == sum(min(drawn[peer].count, len(ranges[peer])) for peer in winners), "no draw is of two"
         assert not counted & expected
         counted |= expected
-        assert [s for n, s in enumerate(after.streams) if n != deal.number] == [
-            s for n, s in enumerate(last.streams) if n != deal.number
-        ]
         history.append((after, members))
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=30), st.integers(0, 50), st.sets(st.integers(0, 400)))
 def test_ranges_of_a_deal_are_apart_and_cover_the_gaps_first(counts, round, trained):
-    ledger = Ledger(streams=(without(Stream(), [(draw, draw + 1) for draw in trained]),))
+    ledger = Ledger(stream=without(Stream(), [(draw, draw + 1) for draw in trained]))
     first = Deal(ledger, PEERS[: len(counts)], round, BY_TIME)
     paced = first.settled(ledger, {peer: Drawn(count) for peer, count in zip(PEERS, counts, strict=False)})
     deal = Deal(paced, PEERS[: len(counts)], round + 1, BY_TIME)
@@ -80,7 +73,7 @@ def test_ranges_of_a_deal_are_apart_and_cover_the_gaps_first(counts, round, trai
     spare = [numbers(deal.range_of("newcomer", number)) for number in range(5)]
     all_draws = list(itertools.chain(*dealt, *spare))
     assert len(all_draws) == len(set(all_draws))
-    ordered = sorted(free(paced.streams[0], 10**5))
+    ordered = sorted(free(paced.stream, 10**5))
     assert sorted(itertools.chain(*dealt)) == ordered[: sum(map(len, dealt))]
     assert sorted(itertools.chain(*spare)) == ordered[sum(map(len, dealt)) :][: sum(map(len, spare))]
     assert not deal.range_of("newcomer") and not deal.range_of("newcomer", MAX_SPARES)
@@ -88,7 +81,7 @@ def test_ranges_of_a_deal_are_apart_and_cover_the_gaps_first(counts, round, trai
 
 def test_a_pace_counts_up_to_four_times_the_median():
     members = PEERS[:5]
-    ledger = Ledger.empty(1)
+    ledger = Ledger.empty()
     for round in range(1, 12):
         deal = Deal(ledger, members, round, BY_TIME)
         said = {peer: Drawn(10) for peer in members[:4]} | {members[4]: Drawn(10**9, 0)}
@@ -102,7 +95,7 @@ def test_a_pace_counts_up_to_four_times_the_median():
 def test_a_member_that_claims_more_than_its_range_gains_nothing():
     ledgers = []
     for claimed in (30, 10**6):
-        first = Deal(Ledger.empty(1), [], 1, BY_TIME).settled(Ledger.empty(1), {"a": Drawn(10, 0), "b": Drawn(10, 1)})
+        first = Deal(Ledger.empty(), [], 1, BY_TIME).settled(Ledger.empty(), {"a": Drawn(10, 0), "b": Drawn(10, 1)})
         deal = Deal(first, ["a", "b"], 2, BY_TIME)
         assert sum(map(len, deal.range_of("a"))) == 30
         ledgers.append(deal.settled(first, {"a": Drawn(claimed), "b": Drawn(10)}))
@@ -111,7 +104,7 @@ def test_a_member_that_claims_more_than_its_range_gains_nothing():
 
 def test_a_short_round_does_not_starve_the_next_one():
     members = PEERS[:3]
-    ledger = Ledger.empty(1)
+    ledger = Ledger.empty()
     for round, count in enumerate([8, 40, 40, 1], start=1):
         deal = Deal(ledger, members, round, BY_TIME)
         ledger = deal.settled(ledger, {peer: Drawn(count, at) for at, peer in enumerate(members)})
@@ -121,7 +114,7 @@ def test_a_short_round_does_not_starve_the_next_one():
 def test_gaps_are_trained_soon_though_members_die_in_each_round(seed):
     """The oldest free draw waits some rounds, not for ever: the order of members begins with another in each."""
     generator = random.Random(seed)
-    ledger, members, ids = Ledger.empty(1), PEERS[:8], itertools.count()
+    ledger, members, ids = Ledger.empty(), PEERS[:8], itertools.count()
     lags = []
     for round in range(1, 400):
         deal = Deal(ledger, members, round, BY_TIME)
@@ -130,7 +123,7 @@ def test_gaps_are_trained_soon_though_members_die_in_each_round(seed):
         new = iter(range(8))
         drawn = {p: Drawn(generator.randint(5, 15), None if deal.has(p) else next(new)) for p in sorted(alive)}
         ledger, members = deal.settled(ledger, drawn), sorted(alive)
-        stream = ledger.streams[0]
+        stream = ledger.stream
         lags.append(stream.next - min([stream.next, *(start for start, _ in stream.intervals())]))
     assert max(lags) < 8 * 10 * 40
 
@@ -139,7 +132,7 @@ def test_gaps_are_trained_soon_though_members_die_in_each_round(seed):
 def test_a_range_grows_with_the_round(num_members):
     """A peer whose range is used up waits for the round's end."""
     members = [f"peer-{index:02}" for index in range(num_members)]
-    ledger = Deal(Ledger.empty(1), members, 1, BY_TIME).settled(Ledger.empty(1), {peer: Drawn(10) for peer in members})
+    ledger = Deal(Ledger.empty(), members, 1, BY_TIME).settled(Ledger.empty(), {peer: Drawn(10) for peer in members})
     growing = replace(BY_TIME, growth=4.64)
     lengths = [len(numbers(Deal(ledger, members, 2, rules).range_of("peer-03"))) for rules in (BY_TIME, growing)]
     assert lengths == ([30, 140] if num_members == 4 else [15, 70])
@@ -148,8 +141,8 @@ def test_a_range_grows_with_the_round(num_members):
 def test_a_thousand_peers_need_four_kilobytes(seed):
     generator = random.Random(seed)
     speeds = {f"Qm{index:044}": generator.uniform(20, 60) for index in range(1000)}
-    rules = DealRules(usual=60, is_exact=False, num_streams=1)
-    members, ledger, sizes = sorted(speeds), Ledger.empty(1), []
+    rules = DealRules(usual=60, is_exact=False)
+    members, ledger, sizes = sorted(speeds), Ledger.empty(), []
     for round in range(1, 30):
         deal = Deal(ledger, members, round, rules)
         drawn = {p: Drawn(round_of(generator, speeds[p]), at) for at, p in enumerate(members)}
@@ -189,6 +182,6 @@ def test_gaps_in_another_form_are_refused(gaps):
 def test_a_pace_in_another_form_is_refused():
     for pace in ("0", "~~~~~"):
         with pytest.raises(ValidationError):
-            Ledger(streams=(Stream(),), pace=pace)
-    assert Ledger(streams=(Stream(),), pace=packed(8, 16)).paces(2) == [8, 16]
-    assert Ledger(streams=(Stream(),), pace=packed(8, 16)).paces(3) == [0, 0, 0], "of another roster"
+            Ledger(stream=Stream(), pace=pace)
+    assert Ledger(stream=Stream(), pace=packed(8, 16)).paces(2) == [8, 16]
+    assert Ledger(stream=Stream(), pace=packed(8, 16)).paces(3) == [0, 0, 0], "of another roster"

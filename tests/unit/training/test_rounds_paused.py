@@ -145,15 +145,6 @@ def test_peers_that_are_all_held_end_no_round() -> None:
     assert [report.round for report in peers[0].reports] == [1, 2, 3]
 
 
-@pytest.mark.full
-def test_with_overlap_a_pause_costs_the_others_no_round_either() -> None:
-    run = tiny_run(round=RoundConfig(**{**TIMES, **BY_TOKENS, "overlap": 1, "lease_seconds": 600.0}))
-    peers, owner = live(run, lambda peers: 3 <= peers[2].sync.round < 6)
-    check_others(peers)
-    mine = {report.round: report.tokens for report in peers[2].reports}
-    assert 0 in mine.values() and mine[TOTAL] and not owner.held_steps
-
-
 class LateOnce(MemorySwarm):
     """A peer that does not find the others once, in a round in which it has trained nothing."""
 
