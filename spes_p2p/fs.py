@@ -122,7 +122,8 @@ def matches(pattern: Path) -> list[Path]:
     if folder == pattern:
         return [pattern]
     rest = pattern.relative_to(folder)
-    return sorted(map(Path, glob.glob(str(Path(glob.escape(str(folder))) / rest), recursive=True)))
+    found = map(Path, glob.glob(str(Path(glob.escape(str(folder))) / rest), recursive=True))
+    return sorted(path for path in found if path.exists())  # no link to nowhere
 
 
 def unmatched(pattern: Path, flag: str) -> ConfigError:

@@ -64,7 +64,7 @@ MAX_START_SLOTS = 128
 HUB_CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40}$"  # guard: hub-start
 
 
-TokenText = Annotated[str, Field(max_length=256)]
+TokenText = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 Side = Literal["left", "right"]
 TokenRole = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,47}_token$")]  # guard: token-role
 TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # guard: template-name

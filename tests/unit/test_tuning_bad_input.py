@@ -187,7 +187,7 @@ SOURCES: dict[str, tuple[Callable[[World], Path], str]] = {
     "NaN": (lambda w: w.weights(lambda t: t[NORM].fill_(torch.nan)), r"model.norm.weight is not of finite"),
     "no tokenizer": (
         without_tokenizer,
-        r"olmoe has no tokenizer; set data.tokenizer to a folder with a tokenizer.json",
+        r"olmoe has no tokenizer; set --run.data.tokenizer to a folder with a tokenizer.json",
     ),
     "a broken tokenizer": (
         lambda w: w.written("olmoe", "tokenizer.json", b"{"),
