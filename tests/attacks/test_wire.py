@@ -24,6 +24,7 @@ from spes_p2p.swarm.averaging.averager import REDONE
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, node_id_of
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_MESSAGE_BYTES
 from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.records import PROTOCOL
 from spes_p2p.swarm.validation import owner_of
 
 pytestmark = pytest.mark.timeout(180)
@@ -38,7 +39,7 @@ def test_a_nested_store_leaves_the_peer_alive(victim, attacker, depth, field):
     """700 of them, 3 KB, ended the DHT's process by a segmentation fault."""
     item = {"subkey": b"", "value": msgpack.packb(msgpack.ExtType(0x50, nested_tuples(depth)))}
     item |= {"subkey": nested_tuples(depth)} if field == "subkey" else {}
-    answer = attacker.store((key_of("run.v6.claims.0"), item["subkey"], item["value"], time.time() + LIVES))
+    answer = attacker.store((key_of(f"run.{PROTOCOL}.claims.0"), item["subkey"], item["value"], time.time() + LIVES))
     assert isinstance(answer, Exception) or answer == [False]
     assert attacker.is_served()
 
@@ -86,7 +87,7 @@ def test_a_peer_cannot_fill_anothers_cache(victim, attacker, people):
 @pytest.mark.parametrize("count", [65, 10_000])
 def test_a_request_for_too_many_keys_is_refused(victim, attacker, count):
     """Each key is answered with all that lies there: 190,000 times the same one fit into a message."""
-    keys = [key_of("run.v6.claims.0")] * count
+    keys = [key_of(f"run.{PROTOCOL}.claims.0")] * count
     assert isinstance(attacker.find(*keys), Exception)
     item = keys[0], msgpack.packb(None), b"\x01", time.time() + LIVES
     assert isinstance(attacker.store(*[item] * count), Exception)
@@ -163,7 +164,7 @@ def test_a_crowd_of_streams_is_kept_outside(victim, attacker):
 
 def test_a_peer_that_claims_another_dht_id_is_no_neighbour(victim, attacker):
     """Three nodes next to a key would be all of its replicas."""
-    key = DHTID.generate(source="run.v6.claims.0")
+    key = DHTID.generate(source=f"run.{PROTOCOL}.claims.0")
     me = attacker.p2p.peer_id
     attacker.ping(node_id=DHTID(int(key) ^ 1).to_bytes())
     assert neighbours(attacker) == []
@@ -175,7 +176,7 @@ def test_a_peer_that_claims_another_dht_id_is_no_neighbour(victim, attacker):
 def neighbours(attacker):
     """Return the neighbours that the victim names when asked for a key."""
     time.sleep(0.5)
-    [result] = attacker.find(key_of("run.v6.claims.0")).results
+    [result] = attacker.find(key_of(f"run.{PROTOCOL}.claims.0")).results
     return [PeerID(peer) for peer in result.nearest_peer_ids]
 
 
