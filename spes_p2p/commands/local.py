@@ -317,7 +317,10 @@ class Experiment:
     def run(self) -> int:
         """Run to the end; return 0 if the monitor saw the run finish."""
         out, run = self._config.output, self._config.run
-        (out / "logs").mkdir(parents=True, exist_ok=True)
+        try:
+            (out / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write --output {out}: {error.strerror}; name a writable one") from error
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
         if not self._config.resume:
             settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}

@@ -55,6 +55,10 @@ def export_words(folder: Path) -> str:
     return f"spes export {shlex.quote(str(folder))}"
 
 
+def _model_so_far(folder: Path) -> str:
+    return f"; the model so far: {export_words(folder)}" if (folder / "checkpoint").is_dir() else ""
+
+
 def main(config: PeerConfig) -> int:
     """Run a peer to the end of its run; return the exit code."""
     check_ranks(os.environ, founds=not (config.initial_peers or config.resume))
@@ -109,8 +113,7 @@ def run(
                 except KeyboardInterrupt:
                     if swarm.watchdog.death and not end.is_asked:
                         raise
-                    log.info("leaving; %s", CONTINUE)
-                    log.info("the model so far: %s", export_words(config.output))
+                    log.info("leaving; %s%s", CONTINUE, _model_so_far(config.output))
                     return EXIT_INTERRUPTED
     return 0
 
@@ -188,8 +191,7 @@ def _train(
         elif swarm is not None:
             tell("leaving", LEAVING)
             end.hand_over()
-            log.info("finished as asked; %s", CONTINUE)
-            log.info("the model so far: %s", export_words(config.output))
+            log.info("finished as asked; %s%s", CONTINUE, _model_so_far(config.output))
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:
             tell("leaving", LEAVING)
@@ -266,7 +268,8 @@ def _hand_over(sync: Synchroniser, rounds: RoundConfig, seconds: float) -> None:
     """Give the slots back, and leave once others have what only this peer has, or time is up."""
     left = max(0.0, min(rounds.exchange_seconds, seconds))
     log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", left)
-    if lacking := sync.held.hand_over(left):
+    has_others = bool(sync.held.others())
+    if (lacking := sync.held.hand_over(left)) and has_others:
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
 
 

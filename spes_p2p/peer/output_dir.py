@@ -49,8 +49,9 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other; drop one")
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"--output {directory} is not a directory; choose another")
+    there = next(each for each in (directory, *directory.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--output {directory}: {there} is not a directory; choose another")
     is_empty = not directory.exists() or not any(directory.iterdir())
     is_ours = any(any(directory.glob(name)) for name in OURS)
     if resume and not is_ours:

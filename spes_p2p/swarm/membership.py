@@ -158,7 +158,8 @@ class Membership:
             is_stored = self._node.store(record, lifetime_seconds)
             failures = self._failures[type(record)] = 0 if is_stored else self._failures.get(type(record), 0) + 1
             if failures == 2 and self.live_peers:  # while peers find each other, the first attempt may fail
-                log.warning("no peer stored our %s record, twice in a row; it is renewed until one does", record.kind)
+                words = "no peer stored our %s record, twice in a row; it is renewed until one does"
+                log.warning(words, record.kind, extra={"heals": True})
         except OSError:
             log.warning("the DHT took too long to store our %s record; it is renewed with the heartbeat", record.kind)
 

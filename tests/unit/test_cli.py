@@ -513,6 +513,7 @@ def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
         *(["export", "runs/nothere"], ["export"], ["export", str(made)], ["export", "Spes:abc"]),
         *([*peer, "--output", str(made)], [*peer, "--output", "out", "--resume"], [*peer, "--text", "nowhere.txt"]),
         *([*peer, "--data", "nowhere"], [*peer, "--initial-peers", "203.0.113.7:4001"], ["join", "spes:abc"]),
+        *(["local", "--output", str(made / "file" / "x")], [*peer, "--output", str(made / "file")]),
         *(["local", "--output", str(made)], ["local", "--resume", "--output", "out"], ["local", "--dataset", "books"]),
         *(["cluster", "--shared", "s", "--run-id", "r", "--text", "nowhere.txt"], ["monitor", "spes:abc"]),
         *(["monitor", "--run-id", "r", "--initial-peers", "/ip4/1.2.3.4"], ["simulate", "nowhere.yaml"]),
