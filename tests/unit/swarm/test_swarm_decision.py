@@ -493,6 +493,33 @@ def test_no_round_names_a_change_that_the_voters_have_not_read(is_proposed, tmp_
     assert {node.last.amendment for node in nodes} == {change}
 
 
+def test_a_voter_votes_for_no_change_that_the_others_have_read_and_it_has_not(tmp_path, seed):
+    """It goes on with the old settings: a quorum may withhold the document from it."""
+    key, votes = Identity(tmp_path / "key"), list[Vote]()
+    change = Version.sign(key, "run", AMENDMENT, 1, b"withheld", "raw")
+
+    class Noted(Node):
+        def send(self, peer, message):
+            votes.extend([message] if isinstance(message, Vote) else [])
+            super().send(peer, message)
+
+    start, world = genesis("run", key.peer_id, digest("manifest"), NUM_SLOTS), World(0, random.Random(seed))
+    peers = (key.peer_id, *PEERS[1:4])
+    for peer in peers:
+        world.nodes[peer] = (Noted if peer == PEERS[2] else Node)(world, peer, start)
+    for node in world.nodes.values():
+        node.start()
+    world.run(200)
+    assert votes and all(peer in world.nodes[PEERS[1]].last.voters for peer in peers)
+    for peer in peers:
+        if peer != PEERS[2]:
+            world.nodes[peer].decider.amendment = change
+    votes.clear()
+    world.run(260)
+    first = next(each.body for each in world.nodes[PEERS[1]].chain if each.body.amendment)
+    assert votes and not [vote for vote in votes if vote.body == first.digest]
+
+
 # ---------------------------------------------------------------------- the chain
 
 
