@@ -51,6 +51,7 @@ class PeerPage:
         state: PageState,
         amendments: Amendments,
         controls: Controls,
+        link: Callable[[], str],
     ) -> None:
         self._amendments = amendments
         self._controls = controls
@@ -64,8 +65,7 @@ class PeerPage:
         self._began = time.monotonic()
         self._memory = 0
         self._ways: Mapping[str, str] = {}
-        self.link: Callable[[], str] = lambda: state.link
-        """Returns the newest link."""
+        self._link = link
         self.say("joining", "it fetches the run's model, or waits for the others")
         self._slow_at = -SLOW_SECONDS
         self._stopped = threading.Event()
@@ -119,7 +119,7 @@ class PeerPage:
             if event["kind"] == "membership" and event["change"] != "changed" and event["peer_id"] != own_id:
                 log.info("%s", in_words(event))
         control = self._control(now)
-        self._state = replace(self._state, view=view, own=self._own(), control=control, link=self.link())
+        self._state = replace(self._state, view=view, own=self._own(), control=control, link=self._link())
         self._page.show(self._state)
 
     def _count(self, report: Metrics) -> None:
@@ -209,8 +209,7 @@ def shown(
     log.info("page: %s", page.address)
     if page.is_loopback and sys.stderr.isatty():
         say(f"with buttons: {page.address}#token={verbs.token}")
-    follower = PeerPage(page, swarm, state, amendments, controls)
-    follower.link = link
+    follower = PeerPage(page, swarm, state, amendments, controls, link)
     try:
         yield follower
     finally:

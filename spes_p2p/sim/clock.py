@@ -34,7 +34,6 @@ class VirtualClock:
         self._active_at = self._now
         self._batons: dict[int, threading.Lock] = {}
         self._threads: list[threading.Thread] = []
-        self._peers: list[int] = []
         self._over = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -73,7 +72,6 @@ class VirtualClock:
         self._wakes = {}
         self._batons = {}
         self._threads = []
-        self._peers = []
         self._over = _taken_lock()
         for index, life in enumerate(lives):
             self._spawn(index, life)
@@ -88,12 +86,10 @@ class VirtualClock:
         if self._failure is not None:
             raise self._failure
 
-    def _spawn(self, peer: int, life: Callable[[], None]) -> None:
-        """Start a thread of a peer; at equal times it runs after all earlier threads."""
-        index = len(self._peers)
-        self._peers.append(peer)
+    def _spawn(self, index: int, life: Callable[[], None]) -> None:
+        """Start a peer's thread."""
         self._wakes[index], self._batons[index] = self._now, _taken_lock()
-        thread = threading.Thread(target=self._live, args=(index, life), name=f"virtual-peer-{peer}", daemon=True)
+        thread = threading.Thread(target=self._live, args=(index, life), name=f"virtual-peer-{index}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -136,7 +132,7 @@ class VirtualClock:
         wake = self._wakes[chosen]
         is_idle = len(self._listening) == len(self._wakes) and wake > self._active_at + STUCK_SECONDS
         if self._failure is None and (math.isinf(wake) or is_idle):
-            names = ", ".join(map(str, sorted({self._peers[index] for index in self._wakes})))
+            names = ", ".join(map(str, sorted(self._wakes)))
             self._failure = SimulationError(
                 f"virtual peers {names} wait for what no peer is left to do; see the events"
             )

@@ -459,6 +459,17 @@ def test_questions_of_two_branches_end(seed):
 # ---------------------------------------------------------------------- changes of the settings
 
 
+def founded(key, odd, seed):
+    """A swarm of this founder's and three more peers, one of which is of another kind, after 200 seconds."""
+    start, world = genesis("run", key.peer_id, digest("manifest"), NUM_SLOTS), World(0, random.Random(seed))
+    for peer in (key.peer_id, *PEERS[1:4]):
+        world.nodes[peer] = (odd if peer == PEERS[2] else Node)(world, peer, start)
+    for node in world.nodes.values():
+        node.start()
+    world.run(200)
+    return world
+
+
 @pytest.mark.parametrize("is_proposed", [False, True])
 def test_no_round_names_a_change_that_the_voters_have_not_read(is_proposed, tmp_path, seed):
     """The founder's key signs it, one member states it or proposes it, and its document is withheld."""
@@ -477,14 +488,8 @@ def test_no_round_names_a_change_that_the_voters_have_not_read(is_proposed, tmp_
                 message = message.model_copy(update={"amendment": change}).signed(self.keys)
             super().send(peer, message)
 
-    start, world = genesis("run", key.peer_id, digest("manifest"), NUM_SLOTS), World(0, random.Random(seed))
-    peers = (key.peer_id, *PEERS[1:4])
-    for peer in peers:
-        world.nodes[peer] = (Withholding if peer == PEERS[2] else Node)(world, peer, start)
-    for node in world.nodes.values():
-        node.start()
-    world.run(200)
-    nodes = [world.nodes[peer] for peer in peers if peer != PEERS[2]]
+    world = founded(key, Withholding, seed)
+    nodes = [node for peer, node in world.nodes.items() if peer != PEERS[2]]
     assert min(node.last.round for node in nodes) > 8
     assert not any(each.body.amendment for node in nodes for each in node.chain)
     for node in nodes:
@@ -503,17 +508,10 @@ def test_a_voter_votes_for_no_change_that_the_others_have_read_and_it_has_not(tm
             votes.extend([message] if isinstance(message, Vote) else [])
             super().send(peer, message)
 
-    start, world = genesis("run", key.peer_id, digest("manifest"), NUM_SLOTS), World(0, random.Random(seed))
-    peers = (key.peer_id, *PEERS[1:4])
-    for peer in peers:
-        world.nodes[peer] = (Noted if peer == PEERS[2] else Node)(world, peer, start)
-    for node in world.nodes.values():
-        node.start()
-    world.run(200)
-    assert votes and all(peer in world.nodes[PEERS[1]].last.voters for peer in peers)
-    for peer in peers:
-        if peer != PEERS[2]:
-            world.nodes[peer].decider.amendment = change
+    world = founded(key, Noted, seed)
+    assert votes and set(world.nodes[PEERS[1]].last.voters) == set(world.nodes)
+    for peer in world.nodes.keys() - {PEERS[2]}:
+        world.nodes[peer].decider.amendment = change
     votes.clear()
     world.run(260)
     first = next(each.body for each in world.nodes[PEERS[1]].chain if each.body.amendment)
