@@ -21,6 +21,7 @@ from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.p2p import node as node_module
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.peerstore import Peerstore
@@ -175,7 +176,8 @@ def test_a_search_waits_until_there_is_somebody_to_ask(four):
     assert asyncio.run(search())
 
 
-def test_an_error_names_every_address_that_was_tried(tmp_path):
+def test_an_error_names_every_address_that_was_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_module, "RETURN_SECONDS", 0.0)
     initial, cached = dead_address(tmp_path), dead_address(tmp_path)
     with pytest.raises(JoinError) as raised:
         Node(Identity(tmp_path / "key"), "run", initial_peers=[initial], peerstore=known(tmp_path, cached))

@@ -47,10 +47,10 @@ def test_no_process_outlives_a_killed_peer(tmp_path):
     descendants = peer.descendants()
     names = [process.name() for process in descendants]
     assert len(descendants) >= 3 and any("p2pd" in name for name in names), names
+    pids = [process.pid for process in (peer.process, *descendants)]
+    assert len(files_of(pids)) == 1, "p2pd's sockets, which the killed peer cannot delete"
     peer.kill()
     assert_gone(descendants)
-    pids = [process.pid for process in (peer.process, *descendants)]
-    assert len(files_of(pids)) == 1, "p2pd's sockets, which nobody else could delete"
     Node(Identity(tmp_path / "next"), "run").close()
     assert files_of(pids) == []
 
