@@ -111,6 +111,8 @@ class StartConfig(Frozen):
     eos_token_id: TokenId | Annotated[list[TokenId], Field(max_length=64)] | None = None
     """The token that ends a text, or several."""
     pad_token_id: TokenId | None = None
+    router_aux_loss_coef: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
+    """Weight of the stock balance loss, for who trains an export elsewhere: a run has its own."""
     shared: Digest
     """SHA-256 of the shared parameters' version of round 0."""
     slots: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)]
@@ -129,6 +131,7 @@ class StartConfig(Frozen):
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what newer settings say if they say nothing: manifests without them stay what they were."""
         empty = {"generation": not self.generation, "tokenizer": self.tokenizer == TokenizerSettings()}
+        empty |= {"router_aux_loss_coef": not self.router_aux_loss_coef}
         return {key: value for key, value in handler(self).items() if not empty.get(key)}
 
     @model_validator(mode="after")

@@ -494,7 +494,7 @@ def choose_kernel(name: str, device: torch.device, shapes: Sequence[tuple[int, .
     if name == "auto":
         return _automatic(device, shapes)
     found = kernel_named(name, device, shapes)
-    log.info("kernel %s, as asked for", name)
+    log.info("kernel %s, as requested", name)
     return found
 
 

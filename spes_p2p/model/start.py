@@ -32,7 +32,7 @@ from spes_p2p.model.slot_model import SlotModel
 
 NO_DIGEST = "0" * 64
 """Stands in a `StartConfig` until the weights have been read."""
-OWN_LOSSES = frozenset({"output_router_logits", "router_aux_loss_coef"})
+OWN_LOSSES = frozenset({"output_router_logits"})
 """Settings of the stock losses, which the run's own replace."""
 TRAINED_SEQUENCE = 1_024
 """Tokens of a sequence of a run over a checkpoint: conversations of several turns are whole in it."""
@@ -90,6 +90,7 @@ def model_of(source: Path) -> ModelConfig:
             bos_token_id=config.bos_token_id,
             eos_token_id=config.eos_token_id,
             pad_token_id=config.pad_token_id,
+            router_aux_loss_coef=getattr(config, "router_aux_loss_coef", None) or 0.0,
             shared=NO_DIGEST,
             slots=[NO_DIGEST] * num_experts,
             generation=_generation(source),

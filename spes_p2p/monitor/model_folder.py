@@ -225,10 +225,12 @@ def export(
         DataError: `folder` does not keep the round, or what it keeps is damaged.
         JoinError: another version of this software has written the manifest.
     """
-    check_free(output, overwrite=overwrite)
     for left in reversed(range(ATTEMPTS)):
         try:
-            return _export(ModelFolder(folder), output, round, held_out, merges=merges, base=base)
+            source = ModelFolder(folder)
+            source.choose(round)  # a round that is not there goes before an output that is
+            check_free(output, overwrite=overwrite)
+            return _export(source, output, round, held_out, merges=merges, base=base)
         except FileNotFoundError as error:
             if not left:
                 raise DataError(
@@ -462,6 +464,7 @@ def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> st
     kind = "dense model" if model.is_dense else "mixture of experts"
     kind = kind if exported.kind == "model" else f"fine-tuned {kind}"
     experts = f"{model.num_experts} experts per layer, {model.top_k} per token, " if model.num_experts else ""
+    few = "; one or two of them trained each expert" if run.num_slots else ""
     lines = [
         "---",
         f"library_name: {'peft' if exported.kind == 'adapter' else 'transformers'}",
@@ -491,10 +494,10 @@ def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> st
         "",
         "## Limits of trust",
         "",
-        "The founder chose model, schedule and data. Volunteers trained the weights; one or two of them trained each "
-        "expert. Digests show that all peers had the same weights, not that the weights are right: a volunteer can "
-        "plant behaviour in an expert that no public test shows, and one person can have many identities. Use this "
-        "model as you would run a program by its contributors.",
+        f"The founder chose model, schedule and data. Volunteers trained the weights{few}. Digests show that all peers "
+        "had the same weights, not that the weights are right: a volunteer can plant behaviour that no public test "
+        "shows, and one person can have many identities. Use this model as you would run a program by its "
+        "contributors.",
         "",
         "## Contributors",
         "",

@@ -173,9 +173,9 @@ def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:
     if num_tokens is not None and not {"tokens", "samples", "mode"} & rounds.model_fields_set:
         rounds = rounds.model_copy(update={"tokens": min(max(num_tokens[1], MIN_ROUND_TOKENS), rounds.tokens)})
     log.info(
-        "over a trained model: learning rate %.3g, %d sequences a step, %d tokens a round (--run.train.lr, "
-        "--run.train.batch-size, --run.round.tokens)",
-        *(train.lr, train.batch_size, rounds.tokens),
+        "over a trained model: learning rate %.3g, %d sequences a step, %d tokens a round, and %g s at least "
+        "(--run.train.lr, --run.train.batch-size, --run.round.tokens, --run.round.min-seconds)",
+        *(train.lr, train.batch_size, rounds.tokens, rounds.min_seconds),
     )
     return run.model_copy(update={"train": train, "round": rounds})
 

@@ -192,6 +192,8 @@ def test_an_output_that_holds_something_is_replaced_only_if_asked_and_only_if_it
     export(peer.folder, output, 1)
     with pytest.raises(ConfigError, match="--overwrite"):
         export(peer.folder, output)
+    with pytest.raises(DataError, match="does not keep round 9"):
+        export(peer.folder, output, 9)
     assert_same(output, models[1])
     export(peer.folder, output, overwrite=True)
     assert_same(output, models[2])
