@@ -47,6 +47,7 @@ def test_every_guard_is_marked_once_in_the_code_and_its_tests_exist() -> None:
     assert unlisted(guards, markers) == []
 
 
+@pytest.mark.full  # the tool that removes guards refuses such a case as well
 def test_every_case_that_must_notice_a_guards_removal_exists(tmp_path: Path) -> None:
     """Its parameters too, which `faults_of` does not read."""
     tests = sorted({test for guard in load_guards() for test in guard.tests})

@@ -39,6 +39,7 @@ from spes_p2p.config import CodecConfig
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 
+pytestmark = pytest.mark.full
 needs_bed = pytest.mark.skipif(available() is not None, reason=f"no test bed: {available()}")
 PORT = 4000
 TINY = Payload(shared_mib=1, slot_mib=1, slots=4)
@@ -369,7 +370,6 @@ def test_the_server_gives_everybody_the_mean_of_shared_and_each_owners_slots() -
         assert np.array_equal(model[TINY.shared_numel :], slots)
 
 
-@pytest.mark.full
 def test_hivemind_averages_everything_among_everybody() -> None:
     with StockCluster(Loopback(), 2, TINY) as cluster:
         before = cluster.checksums()
@@ -378,7 +378,6 @@ def test_hivemind_averages_everything_among_everybody() -> None:
     assert after == pytest.approx([sum(before) / 2] * 2, abs=1e-7)
 
 
-@pytest.mark.full  # the product's rounds have tests of their own; this is how benchmarks drive them
 @pytest.mark.parametrize("codec", ["fp32", "int8", "int4"])
 def test_rounds_of_real_peers_are_whole_and_newcomers_get_everything(tmp_path: Path, codec: Any) -> None:
     codecs = CodecConfig(shared=codec, slots=codec)
