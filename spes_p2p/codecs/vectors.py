@@ -1,4 +1,4 @@
-"""Converts named tensors to flat vectors, vectors to bytes, and bytes to digests, and back.
+"""Converts named tensors to flat vectors, vectors to bytes, and back; names bytes by the hashes of their blocks.
 
 Shape legend: N elements of a vector.
 """
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from spes_p2p.dtensor import full_tensor
 from spes_p2p.errors import ExchangeError
-from spes_p2p.fs import digest_of_file
 
 
 def to_bytes(flat_N: Tensor) -> memoryview:
@@ -41,19 +40,71 @@ def from_bytes(data: bytes | memoryview, numel: int) -> Tensor:
     return flat_N
 
 
-def has_digest(path: Path, digest: str) -> bool:
-    """Tell whether a file can be read, and has this SHA-256."""
-    try:
-        return digest_of_file(path) == digest
-    except OSError:
-        return False
+BLOCK_BYTES = 2**20
+"""Length of a version's blocks, but for the last one, which may be shorter."""
+HASH_BYTES = 32
+
+
+class BlockHasher:
+    """Hashes bytes, as they come, in blocks of BLOCK_BYTES: with the hashes, each block can be verified alone."""
+
+    def __init__(self) -> None:
+        self._hashes = bytearray()
+        self._block = hashlib.sha256()
+        self._room = BLOCK_BYTES
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Hash the bytes that come next."""
+        rest = memoryview(data)
+        while rest:
+            if not self._room:
+                self._hashes += self._block.digest()
+                self._block, self._room = hashlib.sha256(), BLOCK_BYTES
+            piece, rest = rest[: self._room], rest[self._room :]
+            self._block.update(piece)
+            self._room -= len(piece)
+
+    def finish(self) -> bytes:
+        """Return the SHA-256 of each block, one after the other; no bytes at all are one empty block."""
+        return bytes(self._hashes + self._block.digest())
+
+
+def block_hashes(data: bytes | memoryview | Tensor) -> bytes:
+    """Return the SHA-256 of each block of bytes, or of the bytes of a flat fp32 or uint8 vector."""
+    hasher = BlockHasher()
+    hasher.update(to_bytes(data) if isinstance(data, Tensor) else data)
+    return hasher.finish()
+
+
+def hashes_of_file(path: Path) -> bytes:
+    """Return the SHA-256 of each block of a file, of which one block is in memory at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    hasher, block = BlockHasher(), memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            hasher.update(block[:count])
+    return hasher.finish()
+
+
+def digest_of(hashes: bytes) -> str:
+    """Return the digest of a version whose blocks have these hashes: their SHA-256, in hex."""
+    return hashlib.sha256(hashes).hexdigest()
 
 
 def digest(data: bytes | memoryview | Tensor) -> str:
-    """Return the SHA-256 of bytes, or of the bytes of a flat fp32 or uint8 vector, in hex."""
-    if isinstance(data, Tensor):
-        data = to_bytes(data)
-    return hashlib.sha256(data).hexdigest()
+    """Return the digest of a version with these bytes, or with those of a flat fp32 or uint8 vector."""
+    return digest_of(block_hashes(data))
+
+
+def has_digest(path: Path, digest: str) -> bool:
+    """Check whether a file can be read, and holds the version with this digest."""
+    try:
+        return digest_of(hashes_of_file(path)) == digest
+    except OSError:
+        return False
 
 
 Shape = tuple[int, ...]

@@ -7,7 +7,6 @@ bf16, unless that is fp32, and norms, biases and routers in fp32.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.kept import INT8_BLOCK, NF4_BLOCK
+from spes_p2p.codecs.vectors import BlockHasher, digest_of
 from spes_p2p.config import RunConfig, Storage
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import write_atomic
@@ -105,7 +105,7 @@ class BaseFiles:
     Args:
         folder: Folder of the documents.
         layout: What they hold.
-        digests: SHA-256 of each document, by slot.
+        digests: Digest of each document, by slot.
     """
 
     def __init__(self, folder: Path, layout: BaseLayout, digests: Mapping[int | None, str]) -> None:
@@ -120,7 +120,7 @@ class BaseFiles:
             DataError: the document is missing or damaged.
         """
         path = self._folder / f"{base_name(slot)}.{self._digests[slot]}.bin"
-        sha256 = hashlib.sha256()
+        hasher = BlockHasher()
         try:
             with path.open("rb") as file:
                 for name, shape, precision in self._layout.tensors(slot):
@@ -129,12 +129,12 @@ class BaseFiles:
                         raw = np.empty(math.prod(size) * dtype.itemsize, dtype=np.uint8)
                         if file.readinto(raw.data) != raw.nbytes:  # type: ignore[attr-defined]
                             raise DataError(f"{path} is too short; join again with --overwrite")
-                        sha256.update(raw.data)
+                        hasher.update(raw.data)
                         parts.append(torch.from_numpy(raw).view(dtype).view(size))
                     yield name, _weight(parts, shape, precision)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}; join again with --overwrite") from error
-        if sha256.hexdigest() != self._digests[slot]:  # guard: base-digest
+        if digest_of(hasher.finish()) != self._digests[slot]:  # guard: base-digest
             raise DataError(f"{path} is damaged; join again with --overwrite")
 
 

@@ -5,7 +5,6 @@ The folder is only read: nothing here needs a swarm, and the folder's peer may g
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from spes_p2p import __version__
 from spes_p2p.codecs.kept import KeptForm
-from spes_p2p.codecs.vectors import Layout, digest
+from spes_p2p.codecs.vectors import BlockHasher, Layout, digest, digest_of
 from spes_p2p.config import RunConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.tokenizer import write_tokenizer_settings
@@ -426,12 +425,12 @@ def _weights(each: OnDisk, files: Sequence[BinaryIO], numel: int, bundle_numel: 
     if version.codec == "fp32" and version.num_bytes == 4 * bundle_numel:
         for file in files:
             flat_N = np.empty(numel, dtype="<f4")
-            sha256 = hashlib.sha256()
+            hasher = BlockHasher()
             if file.readinto(flat_N.data.cast("B")) == flat_N.nbytes:  # type: ignore[attr-defined]
-                sha256.update(flat_N.data.cast("B"))
+                hasher.update(flat_N.data.cast("B"))
                 while piece := file.read(PIECE_BYTES):
-                    sha256.update(piece)
-                if sha256.hexdigest() == version.digest:
+                    hasher.update(piece)
+                if digest_of(hasher.finish()) == version.digest:
                     return torch.from_numpy(flat_N)
     raise _damaged(each)
 

@@ -7,6 +7,7 @@ rounds that share parts share objects.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import re
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spes_p2p.codecs.vectors import digest
 from spes_p2p.config.link import PeerId
 from spes_p2p.config.machine import RunId
 from spes_p2p.errors import ConfigError, DataError, one_line
@@ -118,7 +118,7 @@ def describe(
     """Return the manifest of the checkpoint in a folder, and leave it there too."""
     files = []
     for path in sorted(each for each in folder.iterdir() if each.is_file() and each.name != MANIFEST_FILE):
-        parts = tuple(digest(data) for data in _pieces(path, PART_BYTES))
+        parts = tuple(hashlib.sha256(data).hexdigest() for data in _pieces(path, PART_BYTES))
         files.append(StoredFile(name=path.name, num_bytes=path.stat().st_size, parts=parts))
     found = CheckpointManifest(
         run_id=run_id,
@@ -284,10 +284,10 @@ class StoredCheckpoints:
         with path.open("r+b") as stream:
             for index, part in enumerate(file.parts):
                 here = stream.read(min(part_bytes, file.num_bytes - index * part_bytes))
-                if digest(here) == part:
+                if hashlib.sha256(here).hexdigest() == part:
                     continue
                 data = self._store.get(_PARTS + part, part_bytes)
-                if digest(data) != part:  # guard: stored-digest
+                if hashlib.sha256(data).hexdigest() != part:  # guard: stored-digest
                     raise DataError(
                         f"{self._place}: {_PARTS}{part[:12]}... is damaged; delete it there, and the monitor sends it "
                         f"again with its next checkpoint; or name another --round"
@@ -308,7 +308,7 @@ def _parts_of(folder: Path, checkpoint: CheckpointManifest, wanted: Collection[s
         if not left.isdisjoint(file.parts):
             for part, data in zip(file.parts, _pieces(folder / file.name, checkpoint.part_bytes), strict=False):
                 if part in left:
-                    if digest(data) != part:
+                    if hashlib.sha256(data).hexdigest() != part:
                         raise StoreError(f"{folder / file.name} has changed since it was written; is the disk damaged?")
                     left.remove(part)
                     yield part, data

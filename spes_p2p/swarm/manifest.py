@@ -54,7 +54,7 @@ class Manifest(BaseModel):
     vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: vocabulary-size
     """Size of the tokenizer's vocabulary."""
     tokenizer_digest: Digest
-    """SHA-256 of the tokenizer document."""
+    """Digest of the tokenizer document."""
 
     @model_validator(mode="after")
     def _check_base(self) -> Manifest:
@@ -68,7 +68,7 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON."""
+        """Digest of the canonical JSON."""
         return digest(self.encode())
 
     def genesis(self) -> Body:

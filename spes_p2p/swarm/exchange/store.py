@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import digest as digest_of
-from spes_p2p.codecs.vectors import has_digest
+from spes_p2p.codecs.vectors import block_hashes, digest_of, has_digest, hashes_of_file
 from spes_p2p.errors import ExchangeError
-from spes_p2p.fs import digest_of_file, link_file, scratch_path, write_atomic
+from spes_p2p.fs import link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version, is_document
 from spes_p2p.swarm.names import SLOT, AnyName
 
@@ -251,7 +250,7 @@ class VersionStore:
             data = self.path(version).read_bytes()
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
-        self._check(version, digest_of(data))
+        self._check(version, digest_of(block_hashes(data)))
         return data
 
     def _wanted(self, name: str, before: bool = False, digest: str = "") -> Version:
@@ -282,7 +281,7 @@ class VersionStore:
         try:
             is_known = is_trusted and version.digest in self._stored
             if not is_known:
-                self._check(version, digest_of_file(self.path(version)))
+                self._check(version, digest_of(hashes_of_file(self.path(version))))
             return PagedVector.of_file(self.path(version))
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error

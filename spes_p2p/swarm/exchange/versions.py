@@ -50,7 +50,7 @@ class Version(Strict):
     name: Name
     round: Count
     digest: Digest
-    """SHA-256 of the bytes."""
+    """SHA-256 of the hashes of the bytes' blocks; see `codecs.vectors`."""
     num_bytes: Count
     codec: CodecKind
     """`fp32`: a flat little-endian vector; `coded`: one in the run's codec or form for its kind; `raw`: a document."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, Format, Segment
-from spes_p2p.codecs.vectors import digest
+from spes_p2p.codecs.vectors import BLOCK_BYTES, BlockHasher, block_hashes, digest, hashes_of_file
 from spes_p2p.config import CodecName
 
 LARGEST = torch.finfo(torch.float32).max
@@ -202,7 +204,7 @@ def test_the_largest_numbers_stay_finite_in_few_bits(name):
 ON_ANOTHER_MACHINE = """
 import torch
 from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, Format, Segment
-from spes_p2p.codecs.vectors import digest
+from spes_p2p.codecs.vectors import BLOCK_BYTES, BlockHasher, block_hashes, digest, hashes_of_file
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed({seed})
 bits = torch.randint(-(2**31), 2**31, (70_001,), generator=generator).to(torch.int32)
@@ -233,3 +235,18 @@ def test_a_digest_is_that_of_the_bytes_whatever_holds_them():
     assert digest(data) == digest(data.numpy().tobytes()) == digest(memoryview(data.numpy().tobytes()))
     floats = torch.randn(10)
     assert digest(floats) == digest(floats.view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES - 7])
+def test_a_digest_is_the_hash_of_the_hashes_of_blocks_of_a_mebibyte_however_the_bytes_come(tmp_path, num_bytes):
+    data = random.randbytes(num_bytes)
+    blocks = [data[start : start + BLOCK_BYTES] for start in range(0, max(1, num_bytes), BLOCK_BYTES)]
+    hashes = b"".join(hashlib.sha256(block).digest() for block in blocks)
+    assert digest(data) == hashlib.sha256(hashes).hexdigest() and block_hashes(data) == hashes
+    hasher, start = BlockHasher(), 0
+    while start < num_bytes:
+        size = random.choice((1, 1000, BLOCK_BYTES, 2 * BLOCK_BYTES))
+        hasher.update(data[start : start + size])
+        start += size
+    (tmp_path / "file").write_bytes(data)
+    assert hasher.finish() == hashes == hashes_of_file(tmp_path / "file")
