@@ -32,7 +32,7 @@ from spes_p2p.presentation import say
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import simulate
-from spes_p2p.sim.sweep.report import Spread
+from spes_p2p.sim.sweep import Spread
 from spes_p2p.swarm.averaging.audit import Auditor
 from spes_p2p.swarm.averaging.partition import GroupPlan, reduce_message
 from spes_p2p.swarm.names import VectorName

@@ -19,9 +19,7 @@ from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.sim.sweep.report import Spread
-from spes_p2p.sim.sweep.results import Point, RunResult, stored_runs
-from spes_p2p.sim.sweep.settings import load_sweep
+from spes_p2p.sim.sweep import Point, RunResult, Spread, load_sweep, stored_runs
 
 SWEEP, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
 PAGE = Path("docs/membership.md")
@@ -54,7 +52,7 @@ def main(config: ChurnBenchmarkConfig) -> int:
 
 def churn_rows(path: Path = SWEEP, results: Path = RESULTS) -> Iterator[Row]:
     """Yield how many rounds were committed under churn, and by how much the loss is worse; nothing without results."""
-    runs = stored_runs(load_sweep(path), results)[0]
+    runs = stored_runs(load_sweep(path), results)
     churned = {seed: run for (variant, seed), run in runs.items() if variant == CHURN}
     if not churned:
         return

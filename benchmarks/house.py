@@ -55,7 +55,6 @@ REASONS = {
     "spes_p2p.monitor.report": "the final page, drawn from a view alone; the benchmarks draw it too",
     "spes_p2p.peer.page": "reads the swarm's records beside the training, for the page alone",
     "spes_p2p.optim.blockwise": "all that is known of bitsandbytes, which is optional",
-    "spes_p2p.sim.sweep.report": "a sweep's table and pictures, which the benchmarks use too",
     "spes_p2p.swarm.averaging.allreduce": "one group's exchange of vectors; the averager runs many at a time",
     "spes_p2p.swarm.averaging.matchmaking": "how members find each other, before they exchange anything",
     "spes_p2p.training.fetch_plan": "pure functions, tested without a network",

@@ -15,19 +15,17 @@ from statistics import mean, stdev
 
 from pydantic_settings import SettingsConfigDict
 
+from benchmarks.curves import COLOURS, LINES, canvas, loss_by_bytes, loss_by_steps, png
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
-from spes_p2p.presentation import COLOURS, canvas, legend, png, say
-from spes_p2p.sim.sweep.report import LINES, Results, Spread, gap_spread, loss_by_steps, summarise
-from spes_p2p.sim.sweep.results import stored_runs
-from spes_p2p.sim.sweep.settings import Gap, Sweep, load_sweep
+from spes_p2p.presentation import say
+from spes_p2p.sim.sweep import Gap, Results, Spread, Sweep, gap_spread, load_sweep, stored_runs
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""
-PICTURE, PICTURED = Path("docs/convergence/joining.png"), ("solo", "solo_in_memory", "ours", "centralised")
+PICTURES, PICTURED = Path("docs/convergence"), ("solo", "solo_in_memory", "ours", "centralised")
 MAP, MAP_RESULTS = Path("configs/map.yaml"), Path("benchmarks/results/map")
-MAP_PICTURE = Path("docs/convergence/map.png")
 HOLDERS = {"all": "all slots everywhere", "two": "two holders", "one": "one holder"}
 BENCHMARKS, PAGE = Path("docs/benchmarks.md"), Path("docs/convergence.md")
 
@@ -58,7 +56,7 @@ def figures(results: Results) -> Iterator[Row]:
     yield _gap_row(text, results, "ours", 0.7, solo="solo_in_memory")
     yield _gap_row("gap closed, 16 peers", results, "ours_16_peers", 0.4, centralised="centralised_16")
     below = {name: _by_seed(results, name, lambda loss, solo: solo - loss) for name in ("ours_16_peers", "ours")}
-    texts = [_spread(Spread(below[name])) for name in below]
+    texts = [Spread(below[name]).text(".2f") for name in below]
     is_more = min(below["ours_16_peers"].values()) > max(below["ours"].values())
     yield Row("- nats below the lone peer: 16 peers / 4 peers", " / ".join(texts), "more with 16", is_more)
     for name, goal, text in (
@@ -92,7 +90,7 @@ def _gap_row(
     shares = gap_spread(Gap(name="gap", solo=solo, centralised=centralised, of=[name]), name, results)
     assert shares is not None, f"no run of {name} is finished"
     is_reached = None if goal is None else shares.mean >= goal
-    return Row(text, f"{_spread(shares)} ({len(shares.values)} seeds)", f"{goal or ''}", is_reached)
+    return Row(text, f"{shares.text('.2f')} ({len(shares.values)} seeds)", f"{goal or ''}", is_reached)
 
 
 def _by_seed(
@@ -105,18 +103,17 @@ def _by_seed(
     }
 
 
-def _spread(spread: Spread) -> str:
-    return f"{spread.mean:.2f}" + (f" ± {spread.deviation:.2f}" if spread.deviation is not None else "")
-
-
 def losses(sweep: Sweep, results: Results) -> str:
     """Return every scheme's held-out loss as a Markdown table."""
     lines = []
-    for row in summarise(sweep, results):
-        deviation = f" ± {row.loss.deviation:.3f}" if row.loss.deviation is not None else ""
-        gap = f"{next(iter(row.gaps.values())).mean:.2f}" if row.gaps else ""
-        cells = (row.title, f"{row.loss.mean:.3f}{deviation}", str(len(row.loss.values)), gap, f"{row.megabytes:,.0f}")
-        lines.append(cells)
+    for name, variant in sweep.variants.items():
+        own = {seed: results[name, seed] for seed in sweep.seeds if (name, seed) in results}
+        if own:
+            gaps = [gap_spread(gap, name, results) for gap in sweep.gaps if name in gap.of]
+            gap = f"{gaps[0].mean:.2f}" if gaps and gaps[0] is not None else ""
+            loss = Spread({seed: result.loss for seed, result in own.items()}).text(".3f")
+            megabytes = mean(peer.bytes_out for result in own.values() for peer in result.peers) / 1e6
+            lines.append((variant.title, loss, str(len(own)), gap, f"{megabytes:,.0f}"))
     return markdown_table(("scheme", "held-out loss", "seeds", "gap closed", "MB sent per peer"), lines)
 
 
@@ -150,7 +147,7 @@ def map_table(sweep: Sweep, results: Results, cells: Map) -> str:
 
 
 def _cell(shares: Spread | None) -> str:
-    return _spread(shares) if shares is not None else ""
+    return shares.text(".2f") if shares is not None else ""
 
 
 def map_picture(cells: Map) -> bytes:
@@ -167,28 +164,32 @@ def map_picture(cells: Map) -> bytes:
     axes.set_xticks(steps, list(map(str, steps)))
     axes.set_xticks([], minor=True)
     axes.set_ylim(0, 1)
-    legend(figure, axes)
-    return png(figure)
+    return png(figure, axes)
 
 
 def main(config: JoiningConfig) -> int:
     """Print the tables; return the exit code."""
     long_rounds = load_sweep(MAP)
-    runs = stored_runs(long_rounds, MAP_RESULTS)[0]
+    runs = stored_runs(long_rounds, MAP_RESULTS)
     cells = map_cells(long_rounds, runs)
     the_map = map_table(long_rounds, runs, cells)
     sweep = load_sweep(config.study)
-    results = stored_runs(sweep, config.results)[0]
+    results = stored_runs(sweep, config.results)
     goals = markdown_table(HEAD, [row.cells for row in figures(results)])
     schemes = losses(sweep, results)
     say(f"{schemes}\n{goals}\n{the_map}")
     if config.write:
         fill(PAGE, "MAP", the_map)
-        MAP_PICTURE.write_bytes(map_picture(cells))
         fill(BENCHMARKS, "JOINING", goals)
         fill(PAGE, "TABLE", f"{schemes}\n{goals}")
-        pictured = [row for row in summarise(sweep, results) if row.name in PICTURED]
-        PICTURE.write_bytes(loss_by_steps(pictured))
+        every = [name for name in sweep.variants if any(variant == name for variant, _ in results)]
+        for name, picture in {
+            "map": map_picture(cells),
+            "joining": loss_by_steps(sweep, results, PICTURED),
+            "loss_by_steps": loss_by_steps(sweep, results, every),
+            "loss_by_bytes": loss_by_bytes(sweep, results, every),
+        }.items():
+            (PICTURES / f"{name}.png").write_bytes(picture)
     return 0
 
 

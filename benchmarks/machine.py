@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import psutil
 
 from benchmarks.cluster import ROOT
-from spes_p2p.sim.sweep.results import cpu_name
 
 PACKAGES = ("torch", "transformers", "hivemind", "numpy")
 
@@ -66,6 +66,14 @@ class Circumstances:
             load_before=load_before,
             command=tuple(command) if command else None,
         )
+
+
+def cpu_name() -> str:
+    """Return the processor's name, on Linux from /proc/cpuinfo."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def load_average() -> float:

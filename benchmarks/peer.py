@@ -24,9 +24,7 @@ from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
 from spes_p2p.config_file import read_settings
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import model_size
-from spes_p2p.sim.sweep.report import Spread
-from spes_p2p.sim.sweep.results import stored_runs
-from spes_p2p.sim.sweep.settings import load_sweep
+from spes_p2p.sim.sweep import Spread, load_sweep, stored_runs
 
 SEVEN_B = Path("configs/spes_7b.yaml")
 MAX_LOSS = {"bf16": None, "int8": 0.1, "nf4": 0.5}
@@ -85,7 +83,7 @@ def loss_rows(what: str, path: Path, results: Path, variant: str, limit: float |
         limit: To reach, in percent.
     """
     sweep = load_sweep(path)
-    losses = {key: result.loss for key, result in stored_runs(sweep, results)[0].items()}
+    losses = {key: result.loss for key, result in stored_runs(sweep, results).items()}
     seeds = [seed for seed in sweep.seeds if (variant, seed) in losses and ("fp32", seed) in losses]
     if not seeds:
         return

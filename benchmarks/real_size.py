@@ -43,8 +43,7 @@ from spes_p2p.planner.memory import Setup, peer_memory, with_programs
 from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic, star_traffic
 from spes_p2p.sim.simulator import Scenario, simulate
-from spes_p2p.sim.sweep.results import stored_runs
-from spes_p2p.sim.sweep.settings import load_sweep
+from spes_p2p.sim.sweep import load_sweep, stored_runs
 from spes_p2p.swarm.certificate import MemberEntry, genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.roster import Member, stated_links
@@ -399,7 +398,7 @@ def _processor_seconds(work: Path, steps: int, storage: str | None) -> float:
 
 def loss_rows(_: Path) -> Iterator[Row]:
     """Yield what `configs/home_settings.yaml` has found: the held-out loss of home settings against fp32 everywhere."""
-    runs = stored_runs(load_sweep(HOME_SETTINGS), HOME_RESULTS)[0]
+    runs = stored_runs(load_sweep(HOME_SETTINGS), HOME_RESULTS)
     excesses = [100 * (runs["home", seed].loss / runs["fp32", seed].loss - 1) for seed in range(SEEDS)]
     mean, reach = statistics.mean(excesses), STUDENT * statistics.stdev(excesses) / math.sqrt(SEEDS)
     found = f"{mean:+.2f} %; {mean + reach:+.2f} %"

@@ -1,67 +1,76 @@
-"""`spes simulate`: make the runs of a sweep that are missing, each in its own process, then compare all runs."""
+"""`spes simulate`: make the runs of a sweep that are missing, several at a time, and compare all runs in a table."""
 
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from statistics import mean
+
+import torch
 
 from spes_p2p.cli import set_up_logging
 from spes_p2p.config.commands import SimulateConfig
-from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import Evaluation, simulate
-from spes_p2p.sim.sweep.report import REPORT_FILE, missing_lines, write_report
-from spes_p2p.sim.sweep.results import (
+from spes_p2p.sim.sweep import (
     RESULTS_FOLDER,
+    Gap,
+    Results,
     RunResult,
+    Spread,
+    Sweep,
+    gap_spread,
+    in_sweep_words,
+    load_sweep,
     run_result,
-    save_failure,
     save_result,
     stored_runs,
-    this_machine,
+    write_file,
 )
-from spes_p2p.sim.sweep.settings import Sweep, in_sweep_words, load_sweep
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 from spes_p2p.training.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
-STOP_SECONDS = 10.0
-LOGS_FOLDER = "logs"
+LOGS_FOLDER, TABLE_FILE = "logs", "table.md"
+TOKENS_TOLERANCE = 0.01
+"""Relative tolerance: a round by tokens ends with a whole batch, not with the exact number."""
 
 
 def main(config: SimulateConfig) -> int:
     """Run a sweep; return 0, or 1 if a run failed."""
-    sweep = load_sweep(config.study)
-    chosen = sweep.chosen(config.only, config.seeds)
-    _, absent = stored_runs(sweep, config.output)
-    missing = [] if config.report_only else [key for key in chosen if key in absent]
-    progress = Progress(config.output, len(missing))
+    sweep, num_failed = load_sweep(config.study), 0
+    chosen, stored = sweep.chosen(config.only, config.seeds), stored_runs(sweep, config.output)
+    missing = [] if config.report_only else [key for key in chosen if key not in stored]
     if missing:
         default = default_workers(sweep)  # raises for a missing GPU even if --workers is set
         workers = min(config.workers or default, len(missing))
         _prepare(config.output)
-        jobs = [_job(config, sweep, variant, seed, workers) for variant, seed in missing]
-        say(_opening(sweep, len(chosen) - len(missing), jobs, workers))
-        for line in missing_lines({key: absent[key] for key in missing if absent[key].kind != "not made"}):
-            say(f"made again: {line}")
+        logs = config.output / LOGS_FOLDER
+        say(f"{sweep.title}: {len(missing)} of {len(chosen)} runs to make, {workers} at a time; progress in {logs}")
         try:
-            run_all(jobs, workers, progress)
+            num_failed = run_all(config, sweep, missing, workers)
         except KeyboardInterrupt:
             say(f"\nstopped; the finished runs are in {config.output / RESULTS_FOLDER}, the same command does the rest")
             raise
-    return _conclude(sweep, config.output, progress.num_failed)
+    results = stored_runs(sweep, config.output)
+    if not results and not num_failed:
+        folder = config.output / RESULTS_FOLDER
+        raise ConfigError(f"{folder} holds no finished run of this sweep; drop --report-only or name its --output")
+    text = table(sweep, results)
+    write_file(config.output / TABLE_FILE, f"{text}\n\n{NOTES}\n".encode())
+    say(f"\n{text}")
+    return 1 if num_failed else 0
 
 
 def default_workers(sweep: Sweep) -> int:
@@ -91,239 +100,156 @@ def _prepare(output: Path) -> None:
         raise ConfigError(f"cannot write --output {output}: {error.strerror}; name a writable folder") from error
 
 
-class Progress:
-    """Stores the results of runs and prints the progress of the sweep."""
-
-    def __init__(self, output: Path, num_runs: int) -> None:
-        self._output = output
-        self._left = num_runs
-        self._began = time.monotonic()
-        self.num_failed = 0
-
-    def __call__(self, job: Job, news: News, seconds: float) -> None:
-        """Record an event of a run, `seconds` after its start."""
-        total = job.scenario.run.round.total
-        if isinstance(news, Evaluation):
-            what = f"round {news.round:>{len(str(total))}}/{total}  loss {news.loss:.4f}"
-        elif isinstance(news, RunResult):
-            self._left -= 1
-            save_result(self._output, news)
-            end = "finished" if news.stopped_at is None else "ended early"
-            what = "; ".join([f"{end}, loss {news.loss:.4f}", *news.remarks])
-        else:
-            self._left -= 1
-            self.num_failed += 1
-            save_failure(self._output, job.variant, job.seed, job.scenario, news.reason)
-            what = f"failed: {news.reason}"
-        elapsed = f"{_duration(seconds)} of {_duration(time.monotonic() - self._began)}"
-        say(f"{job.variant} seed {job.seed}  {what}  [{elapsed}, {self._left} {_runs(self._left)} left]")
+# ---------------------------------------------------------------------- runs in processes
 
 
-def _opening(sweep: Sweep, num_finished: int, jobs: list[Job], workers: int) -> str:
-    done = f", {num_finished} finished before" if num_finished else ""
-    threads = sorted({job.scenario.threads or job.threads for job in jobs})
-    each = f"{threads[0]} {'thread' if threads == [1] else 'threads'} each"
-    if len(threads) > 1:
-        each = f"{threads[0]} to {threads[-1]} threads each"
-    return (
-        f"{sweep.title}: {len(jobs)} {_runs(len(jobs))} to make{done}; {workers} at a time, {each}; "
-        f"logs in {jobs[0].log.parent}"
-    )
+def run_all(config: SimulateConfig, sweep: Sweep, missing: Sequence[tuple[str, int]], workers: int) -> int:
+    """Make runs in order, `workers` at a time; return the number that failed. On any exit no process is left behind."""
+    context, threads, began = multiprocessing.get_context("spawn"), max(1, num_cores() // workers), time.monotonic()
+    pool = ProcessPoolExecutor(workers, context, _begin, (os.getpid(), threads, config.log_level))
+    # Processes inherit the mask, so that Ctrl-C, which a terminal sends to all, is handled here and nowhere else.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        runs = dict[Future[RunResult], tuple[str, int]]()
+        for variant, seed in missing:
+            scenario = sweep.variants[variant].scenarios[seed]
+            runs[pool.submit(run, variant, seed, scenario, config.output, config.cache)] = variant, seed
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        num_failed = 0
+        for num_ended, future in enumerate(as_completed(runs), 1):
+            variant, seed = runs[future]
+            minutes, seconds = divmod(round(time.monotonic() - began), 60)
+            text, is_finished = _outcome(future, log_file(config.output, variant, seed))
+            num_failed += not is_finished
+            say(f"{variant} seed {seed}  {text}  [{num_ended} of {len(runs)}, {minutes}:{seconds:02}]")
+        return num_failed
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        pool.shutdown(cancel_futures=True)
 
 
-def _conclude(sweep: Sweep, output: Path, num_failed: int) -> int:
-    results, missing = stored_runs(sweep, output)
-    if results:
-        table = write_report(sweep, results, output, missing)
-        say(f"\n{table}\n\nreport  {output / REPORT_FILE}")
-    elif num_failed:
-        say("\n" + "\n".join(missing_lines(missing)))
-    else:
-        lines = missing_lines({key: run for key, run in missing.items() if run.kind != "not made"})
-        where = f"{output / RESULTS_FOLDER} holds no finished run of this sweep{f' ({lines[0]})' if lines else ''}"
-        raise ConfigError(f"{where}; drop --report-only or name its --output")
-    return 1 if num_failed else 0
+def _outcome(future: Future[RunResult], log_file: Path) -> tuple[str, bool]:
+    """Return the end of a run in words, and whether it has a result."""
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):
+        return "failed: a process was killed, which ends all; where memory is short, use fewer --workers", False
+    if error is not None:
+        return f"failed: {in_sweep_words(str(error)) or type(error).__name__}; see {log_file}", False
+    result = future.result()
+    return "; ".join([f"loss {result.loss:.4f}", *result.remarks]), True
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+def log_file(output: Path, variant: str, seed: int) -> Path:
+    """Return the path of a run's log."""
+    return output / LOGS_FOLDER / f"{variant}-{seed}.log"
 
 
-def _runs(count: int) -> str:
-    return "run" if count == 1 else "runs"
+def _begin(parent_pid: int, threads: int, log_level: str) -> None:
+    """Prepare a process of the pool."""
+    die_with_parent(parent_pid)
+    torch.set_num_threads(threads)  # unless the scenario sets them
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_up_logging(log_level)
 
 
-# ------------------------------------------------------------------ runs in processes of their own
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run to make.
-
-    Attributes:
-        variant: Name of the variant.
-        seed: The run's seed.
-        scenario: The scenario to simulate.
-        threads: CPU threads, unless the scenario sets them.
-        cache: Folder of tokenizers and tokenised text.
-        log: The run's log file, which is appended to.
-        log_level: Least severe event in the log.
-    """
-
-    variant: str
-    seed: int
-    scenario: Scenario
-    threads: int
-    cache: Path
-    log: Path
-    log_level: str = "info"
-
-
-def _job(config: SimulateConfig, sweep: Sweep, variant: str, seed: int, workers: int) -> Job:
-    return Job(
-        variant=variant,
-        seed=seed,
-        scenario=sweep.variants[variant].scenarios[seed],
-        threads=max(1, num_cores() // workers),
-        cache=config.cache,
-        log=config.output / LOGS_FOLDER / f"{variant}-{seed}.log",
-        log_level=config.log_level,
-    )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The end of a run without a result."""
-
-    reason: str
-
-
-News = Evaluation | RunResult | Failure
-
-
-def run_job(job: Job, tell: Callable[[News], None]) -> RunResult:
-    """Make one run in this process.
-
-    Args:
-        job: The run.
-        tell: Called with each evaluation.
+def run(variant: str, seed: int, scenario: Scenario, output: Path, cache: Path) -> RunResult:
+    """Make one run in a process of the pool, with a log of its own, and store its result.
 
     Raises:
         SpesError: see `simulate`.
     """
-    device = ProcessGroup(job.scenario.device).device.type
-    threads = job.scenario.threads or job.threads
-    result = simulate(job.scenario.model_copy(update={"threads": threads}), cache=job.cache, on_evaluation=tell)
-    machine = this_machine("cuda" if device == "cuda" else "cpu", threads)
-    return run_result(job.variant, job.seed, job.scenario, result, machine)
-
-
-def _work(job: Job, pipe: Connection, parent_pid: int) -> None:
-    """Make one run in its own process; any exception but a SpesError ends the process with a traceback in the log."""
-    die_with_parent(parent_pid)
-    log_file = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log_file, 1)
-    os.dup2(log_file, 2)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    set_up_logging(job.log_level)
+    file = os.open(log_file(output, variant, seed), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
     try:
-        pipe.send(run_job(job, pipe.send))
-    except SpesError as error:
-        reason = in_sweep_words(str(error))
-        log.error("%s", reason)
-        pipe.send(Failure(reason))
+        result = run_result(variant, seed, scenario, simulate(scenario, cache=cache, on_evaluation=_log_evaluation))
+    except Exception:
+        log.exception("the run failed")
+        raise
+    save_result(output, result)
+    return result
 
 
-class Worker:
-    """A job's process, as its parent sees it."""
-
-    def __init__(self, job: Job) -> None:
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = job.log.stat().st_size if job.log.exists() else 0
-        self.job = job
-        self.started_at = time.monotonic()
-        self.pipe, theirs = multiprocessing.Pipe(duplex=False)
-        context = multiprocessing.get_context("spawn")
-        self._process: SpawnProcess = context.Process(target=_work, args=(job, theirs, os.getpid()), daemon=True)
-        with _without_interrupts():
-            self._process.start()
-        theirs.close()  # so that the pipe ends when the process does
-
-    def news(self) -> News:
-        """Return the process's next message, or the reason why it ended without one; call it when `pipe` is ready."""
-        try:
-            return self.pipe.recv()
-        except (EOFError, OSError):  # OSError: it died in the middle of a message
-            self._process.join(STOP_SECONDS)
-        code = self._process.exitcode
-        if code is not None and code < 0:
-            return Failure(f"killed by {signal.Signals(-code).name}; where memory is short, use fewer --workers")
-        return Failure(f"{self._last_words()}; see {self.job.log}")
-
-    def _last_words(self) -> str:
-        log = self.job.log.read_bytes()[self._log_start :] if self.job.log.exists() else b""
-        return last_words(log.decode(errors="replace")) or f"ended with exit code {self._process.exitcode}"
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the process."""
-        self._process.terminate()
-
-    def stop(self, seconds: float) -> None:
-        """Wait for the process to end; kill it after `seconds`."""
-        self._process.join(seconds)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self.pipe.close()
+def _log_evaluation(evaluation: Evaluation) -> None:
+    log.info("round %d  loss %.4f", evaluation.round, evaluation.loss)
 
 
-def last_words(log: str) -> str:
-    """Return the cause of a run's end from its log: the exception of its last traceback, or the last line.
+# ---------------------------------------------------------------------- the table
 
-    Of an exception's message with many lines, the first says most.
+TITLES = ("tokens/peer", "MB sent/peer", "expert MB/peer", "all MB/peer", "wall s/run", "remarks")
+NOTES = (
+    "Losses are means over seeds ± their sample standard deviation. Gap closed: (solo - x) / (solo - centralised), "
+    "seed by seed; † some peer trained more or less than the lone one, or all together than the centralised one, by "
+    f"more than {TOKENS_TOLERANCE:.0%}. Memory, of the experts and of all that is trained or kept, is the planner's, "
+    "without activations, of the peer that needs most."
+)
+
+
+def table(sweep: Sweep, results: Results) -> str:
+    """Return a Markdown table with a row for each variant that has a finished run, and the missing runs below it.
+
+    Its columns also align on a terminal: text to the left, numbers to the right.
     """
-    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
-    tracebacks = [index for index, line in enumerate(lines) if line.startswith("Traceback ")]
-    said = [line for line in lines[tracebacks[-1] + 1 :] if not line.startswith(" ")] if tracebacks else lines[-1:]
-    return said[0] if said else ""
+    closed = [f"gap closed: {gap.name}" for gap in sweep.gaps]
+    rows = [["variant", "seeds", "held-out loss", *closed, *TITLES]]
+    for name, variant in sweep.variants.items():
+        own = {seed: results[name, seed] for seed in sweep.seeds if (name, seed) in results}
+        if own:
+            gaps = [_gap_cell(gap, name, results) for gap in sweep.gaps]
+            loss = Spread({seed: result.loss for seed, result in own.items()}).text(".4f")
+            rows.append([variant.title, f"{len(own)} of {len(sweep.seeds)}", loss, *gaps, *_amounts(own)])
+    cells = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
+    padded = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
+    missing = [f"{name} seed {seed}" for name, seed in sweep.chosen([], []) if (name, seed) not in results]
+    lines = [f"| {' | '.join(row)} |" for row in (padded[0], rule, *padded[1:])]
+    return "\n".join([*lines, *([f"\nwithout a result: {', '.join(missing)}"] if missing else [])])
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for processes that start in the block; the parent gets a pending one afterwards and ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def has_equal_tokens(solo: RunResult, centralised: RunResult, ours: RunResult) -> bool:
+    """Check whether each peer trained as many tokens as the solo peer, and all together as many as the centralised one.
 
-
-def run_all(jobs: Sequence[Job], num_workers: int, on_news: Callable[[Job, News, float], None]) -> None:
-    """Make runs in order, `num_workers` at a time; on any exit, no process is left behind.
-
-    Args:
-        jobs: The runs.
-        num_workers: Number of processes at a time.
-        on_news: Called with a job, its message, and the seconds since its start. A job's last message is its result
-            or its failure.
+    Otherwise a gap compares amounts of training, not ways to train.
     """
-    waiting, running = list(reversed(jobs)), dict[Connection, Worker]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < num_workers:
-                worker = Worker(waiting.pop())
-                running[worker.pipe] = worker
-            for pipe in wait(list(running), POLL_SECONDS):
-                assert isinstance(pipe, Connection)
-                worker = running[pipe]
-                news = worker.news()
-                on_news(worker.job, news, time.monotonic() - worker.started_at)
-                if not isinstance(news, Evaluation):
-                    running.pop(pipe).stop(STOP_SECONDS)
-    finally:
-        for worker in running.values():
-            worker.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for worker in running.values():
-            worker.stop(max(0.0, deadline - time.monotonic()))
+    of_solo, of_all, own = (sum(peer.tokens for peer in run.peers) for run in (solo, centralised, ours))
+    each = [(peer.tokens, of_solo / len(solo.peers)) for peer in ours.peers]
+    return all(math.isclose(*pair, rel_tol=TOKENS_TOLERANCE) for pair in [*each, (own, of_all)])
+
+
+def _gap_cell(gap: Gap, name: str, results: Results) -> str:
+    shares = gap_spread(gap, name, results) if name in gap.of else None
+    if shares is None:
+        return "-"
+    ends = [[results[variant, seed] for variant in (gap.solo, gap.centralised, name)] for seed in shares.values]
+    return shares.text(".1%") + ("" if all(has_equal_tokens(*runs) for runs in ends) else " †")
+
+
+def _amounts(own: Mapping[int, RunResult]) -> list[str]:
+    """Return a row's cells below `TITLES`."""
+    peers = [peer for result in own.values() for peer in result.peers]
+    tokens = [peer.tokens for peer in peers]
+    spread = "" if min(tokens) == max(tokens) else f" ({min(tokens):,}–{max(tokens):,})"
+    megabytes = (
+        mean(peer.bytes_out for peer in peers) / 1e6,
+        max(peer.expert_bytes for peer in peers) / 1e6,
+        max(peer.memory_bytes for peer in peers) / 1e6,
+    )
+    seconds = mean(result.wall_seconds for result in own.values())
+    by_text: dict[str, list[int]] = {}
+    for seed, result in own.items():
+        for text in result.remarks:
+            by_text.setdefault(text, []).append(seed)
+    remarks = [f"{text} (seeds {', '.join(map(str, seeds))})" for text, seeds in by_text.items()]
+    return [f"{mean(tokens):,.0f}{spread}", *map(_quantity, (*megabytes, seconds)), "; ".join(remarks) or "-"]
+
+
+def _quantity(value: float) -> str:
+    """Return a number with about three digits: 1,234, 12.3, 0.012."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 or not value else 3
+    return f"{value:,.{digits}f}"

@@ -452,14 +452,14 @@ def _folder(value: object) -> Path:
 
 
 class SimulateConfig(CommandConfig):
-    """Compare ways to train in a simulation, and report it: `spes simulate convergence --output runs/convergence`."""
+    """Compare ways to train in a simulation: `spes simulate convergence --output runs/convergence`."""
 
     model_config = SettingsConfigDict(env_prefix="SPES_SIMULATE_", cli_prog_name="spes simulate")
 
     study: CliPositionalArg[ConfigFile]
     """YAML file with the study's base, seeds and variants."""
     output: Annotated[Path, BeforeValidator(_folder)] = Path("runs/study")
-    """Folder of results, figures and report. Runs that are finished there are not repeated."""
+    """Folder of results, logs and table. Runs that are finished there are not repeated."""
     only: list[str] = []
     """Variants to run, such as `solo,ours`; all by default."""
     seeds: list[int] = []
@@ -467,7 +467,7 @@ class SimulateConfig(CommandConfig):
     workers: PositiveInt | None = None
     """Runs at a time; by default one per CPU core, or one on a GPU."""
     report_only: bool = False
-    """Run nothing; write table, figures and report again."""
+    """Run nothing; write the table again."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "info"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +20,7 @@ from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import hf_config
 from spes_p2p.optim.schedule import rate_of_step
-from spes_p2p.sim.sweep.settings import flat, load_sweep
+from spes_p2p.sim.sweep import load_sweep
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 SWEEPS = [path for path in CONFIGS if "variants" in yaml.safe_load(path.read_text())]
@@ -28,6 +30,15 @@ SHIPPED = [path for path in CONFIGS if path not in SWEEPS]
 def sections(cls: type[BaseModel]) -> list[type[BaseModel]]:
     inner = [field.annotation for field in cls.model_fields.values()]
     return [cls, *(c for a in inner if isinstance(a, type) and issubclass(a, Frozen) for c in sections(a))]
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names: `{"run": {"seed": 1}}` as `{"run.seed": 1}`."""
+    rows: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_section = isinstance(value, Mapping) and value
+        rows |= flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return rows
 
 
 def test_there_are_configs_to_ship():

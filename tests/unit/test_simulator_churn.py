@@ -13,8 +13,7 @@ from benchmarks.churn import churn_rows, loss_at
 from spes_p2p.config import RunConfig
 from spes_p2p.sim.scenario import Churn, Event, Scenario
 from spes_p2p.sim.simulator import simulate
-from spes_p2p.sim.sweep.results import Machine, PeerAccount, Point, RunResult, committed_until, save_result
-from spes_p2p.sim.sweep.settings import load_sweep
+from spes_p2p.sim.sweep import PeerAccount, Point, RunResult, load_sweep, run_result, save_result
 
 SWEEP = Path("configs/churn.yaml")
 
@@ -65,7 +64,8 @@ def test_a_swarm_goes_on_while_its_peers_are_replaced(tmp_path: Path) -> None:
         assert result.begun_rounds[peer] >= len(reports) + (peer in killed), "a dead peer's last round is not reported"
         assert all(report.shared_digest == result.digests[report.round]["shared"][:16] for report in committed)
     tokens = [report.tokens for reports in result.reports for report in reports if report.committed]
-    assert committed_until(result.reports, 10) == sum(tokens) > committed_until(result.reports, 9)
+    points = run_result("churn", 0, scenario, result).evaluations
+    assert points[-1].committed_tokens == sum(tokens) > (points[-2].committed_tokens or 0)
     assert {slot for reports in result.reports[4:] for report in reports for slot in report.slots}, "newcomers train"
 
 
@@ -104,7 +104,6 @@ def test_the_loss_at_some_tokens_lies_between_the_evaluations_before_and_after()
 
 def test_rounds_that_were_begun_and_not_committed_count_and_losses_are_compared_at_equal_tokens(tmp_path: Path) -> None:
     sweep = load_sweep(SWEEP)
-    machine = Machine(cpu="", device="cpu", threads=1, python="", torch="")
     for seed in (0, 1):
         for variant, curve in {
             "undisturbed": points((500, 6.0), (1000, 5.0)),
@@ -116,8 +115,6 @@ def test_rounds_that_were_begun_and_not_committed_count_and_losses_are_compared_
                 committed_rounds=9 + seed,
                 bytes_in=0,
                 bytes_out=0,
-                max_slots=4,
-                trained_bytes=0,
                 expert_bytes=0,
                 memory_bytes=0,
             )
@@ -131,7 +128,6 @@ def test_rounds_that_were_begun_and_not_committed_count_and_losses_are_compared_
                 virtual_seconds=3000.0,
                 wall_seconds=1.0,
                 software="",
-                machine=machine,
                 finished_at="",
             )
             save_result(tmp_path, result)

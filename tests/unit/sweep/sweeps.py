@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from spes_p2p import __version__
-from spes_p2p.sim.sweep.results import Machine, PeerAccount, Point, RunResult
-from spes_p2p.sim.sweep.settings import Sweep, load_sweep
+from spes_p2p.sim.sweep import PeerAccount, Point, RunResult, Sweep, load_sweep
 
 TINY: dict[str, Any] = {
     "max_slots": 4,
@@ -63,8 +62,6 @@ def made_up(
         tokens=round_tokens * len(losses),
         bytes_in=sent,
         bytes_out=sent * len(losses),
-        max_slots=2,
-        trained_bytes=1_000_000,
         expert_bytes=3_000_000,
         memory_bytes=4_000_000,
     )
@@ -73,12 +70,10 @@ def made_up(
         "seed": seed,
         "scenario": scenario.model_dump(mode="json"),
         "evaluations": points,
-        "stopped_at": None,
         "peers": [peer] * scenario.peers,
         "virtual_seconds": 10.0,
         "wall_seconds": 7.0,
         "software": __version__,
-        "machine": Machine(cpu="a cpu", device="cpu", threads=1, python="3.11", torch="2"),
         "finished_at": "2026-01-02T03:04:05+00:00",
     }
     return RunResult(**(fields | changes))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import torch
 from spes_p2p.__main__ import main as program_main
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import simulate
-from spes_p2p.commands.simulate import Failure, Job, News, SimulateConfig, default_workers, main, num_cores, run_job
-from spes_p2p.errors import ConfigError
-from spes_p2p.sim.sweep.results import result_file, save_result
+from spes_p2p.commands.simulate import SimulateConfig, default_workers, main, num_cores
+from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.sim.simulator import simulate as run_scenario
+from spes_p2p.sim.sweep import RunResult, Sweep, load_sweep, result_file, run_result, save_result
 from tests.unit.sweep.sweeps import PAIR, SOLO, made_up, made_up_sweep, write_sweep
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -29,15 +30,27 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Makes runs in this process; returns which, `variant-seed`."""
+    """Makes runs in this process, a run after the other; returns which, `variant-seed`."""
     names: list[str] = []
 
-    def run_here(jobs: Sequence[Job], num_workers: int, on_news: Callable[[Job, News, float], None]) -> None:
-        for job in jobs:
-            names.append(f"{job.variant}-{job.seed}")
-            on_news(job, run_job(job, functools.partial(on_news, job, seconds=0.1)), 0.2)
+    class Here:
+        def __init__(self, workers: int, *rest: Any) -> None:
+            pass
 
-    monkeypatch.setattr(simulate, "run_all", run_here)
+        def submit(self, work: Callable[..., RunResult], variant: str, seed: int, *rest: Any) -> Future[RunResult]:
+            names.append(f"{variant}-{seed}")
+            future: Future[RunResult] = Future()
+            try:
+                future.set_result(work(variant, seed, *rest))
+            except SpesError as error:
+                future.set_exception(error)
+            return future
+
+        def shutdown(self, **how: bool) -> None:
+            pass
+
+    monkeypatch.setattr(simulate, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(os, "dup2", lambda one, other: None)
     return names
 
 
@@ -46,11 +59,13 @@ def settings(folder: Path, **changes: Any) -> SimulateConfig:
     return SimulateConfig(**(fields | changes))
 
 
-def test_finished_runs_are_not_made_again_and_changed_ones_are(tmp_path, made, capsys):
+def test_finished_runs_are_not_made_again_and_changed_or_torn_ones_are(tmp_path, made, capsys):
     write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR}, seeds=[0, 1])
     assert main(settings(tmp_path)) == 0
     assert made == ["solo-0", "ours-0", "solo-1", "ours-1"]
     first = capsys.readouterr().out
+    assert "Convergence: 4 of 4 runs to make, 2 at a time; progress in " in first
+    assert "solo seed 0  loss " in first and "[4 of 4, " in first
     before = {path: path.read_bytes() for path in (tmp_path / "out" / "results").iterdir()}
     made.clear()
 
@@ -58,25 +73,14 @@ def test_finished_runs_are_not_made_again_and_changed_ones_are(tmp_path, made, c
     assert made == [] and before == {path: path.read_bytes() for path in (tmp_path / "out" / "results").iterdir()}
     assert capsys.readouterr().out.strip() in first
 
+    file = result_file(tmp_path / "out", "solo", 0)
+    file.write_text(file.read_text()[:500])
     write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR | {"run": {"train": {"lr": 0.1}}}}, seeds=[0, 1])
     assert main(settings(tmp_path)) == 0
-    assert made == ["ours-0", "ours-1"]
-    assert "made again: outdated: ours seeds 0, 1: run.train.lr was 0.002, is 0.1\n" in capsys.readouterr().out
+    assert made == ["solo-0", "ours-0", "ours-1"]
 
 
-def test_a_torn_result_is_made_again(tmp_path, made):
-    write_sweep(tmp_path, {"solo": SOLO})
-    main(settings(tmp_path))
-    file = result_file(tmp_path / "out", "solo", 0)
-    whole = json.loads(file.read_text())
-    file.write_text(file.read_text()[:500])
-    main(settings(tmp_path))
-    assert made == ["solo-0"] * 2
-    again = json.loads(file.read_text())
-    assert again["evaluations"] == whole["evaluations"] and again["scenario"] == whole["scenario"]
-
-
-def test_a_run_can_be_chosen_and_the_report_still_shows_all(tmp_path, made, capsys):
+def test_a_run_can_be_chosen_and_the_table_still_shows_all(tmp_path, made, capsys):
     write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR}, seeds=[0, 1])
     main(settings(tmp_path, only=["ours"], seeds=[1]))
     assert made == ["ours-1"]
@@ -86,110 +90,41 @@ def test_a_run_can_be_chosen_and_the_report_still_shows_all(tmp_path, made, caps
     assert "ours" in last and "solo" in last
 
 
-def test_progress_names_variant_seed_round_loss_and_what_is_left(tmp_path, made, capsys):
-    write_sweep(tmp_path, {"solo": SOLO}, seeds=[4])
-    main(settings(tmp_path))
-    lines = capsys.readouterr().out.splitlines()
-    assert "1 run to make" in lines[0] and str(tmp_path / "out" / "logs") in lines[0]
-    assert lines[1].startswith("solo seed 4  round 1/2  loss ") and lines[1].endswith("1 run left]")
-    assert lines[3].startswith("solo seed 4  finished, loss ") and lines[3].endswith("0 runs left]")
-
-
-def test_report_only_makes_the_report_and_no_run(tmp_path, made):
+def test_report_only_makes_the_table_and_no_run(tmp_path, made):
     sweep = made_up_sweep(tmp_path, {"solo": SOLO, "ours": PAIR})
     with pytest.raises(ConfigError, match=r"holds no finished run .* drop --report-only"):
         main(settings(tmp_path, report_only=True))
-    save_result(tmp_path / "out", made_up(sweep, "solo", 0, [5.0]))
+    save_result(tmp_path / "out", made_up(sweep, "solo", 0, [5.0, 4.0]))
     assert main(settings(tmp_path, report_only=True)) == 0
-    assert made == [] and (tmp_path / "out" / "report.html").exists()
+    assert made == [] and (tmp_path / "out" / "table.md").read_text().startswith("| variant")
 
 
-def test_a_report_lists_what_is_outdated_with_the_settings_that_differ(tmp_path, made, capsys):
-    sweep = made_up_sweep(tmp_path, {"solo": SOLO, "ours": PAIR})
-    for name in ("solo", "ours"):
-        save_result(tmp_path / "out", made_up(sweep, name, 0, [5.0]))
-    write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR | {"max_slots": 3}})
-    assert main(settings(tmp_path, report_only=True)) == 0
-    assert "\noutdated: ours seed 0: max_slots was 2, is 3\n" in capsys.readouterr().out
-    write_sweep(tmp_path, {"ours": PAIR | {"max_slots": 3}})
-    with pytest.raises(ConfigError, match=r"holds no finished run of this sweep \(outdated: ours .*\); drop"):
-        main(settings(tmp_path, report_only=True))
-
-
-def test_a_run_that_everybody_left_did_not_finish(tmp_path, made, capsys):
-    leave = [{"peer": peer, "kind": "leave", "round": 1} for peer in (0, 1)]
-    write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR | {"events": leave}})
-    assert main(settings(tmp_path)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    [end] = [line for line in lines if line.startswith("ours seed 0  ended early, loss ")]
-    assert "; stopped at round 1/2: no peer was left  [" in end and not any(
-        "ours seed 0  finished" in line for line in lines
-    )
-    [row] = [line for line in lines if line.startswith("| ours")]
-    assert "| stopped at round 1/2: no peer was left |" in row
-
-
-def test_failed_runs_are_named_at_the_end_with_exit_code_1(tmp_path, monkeypatch, capsys):
-    sweep = made_up_sweep(tmp_path, {"solo": SOLO, "ours": PAIR})
-
-    def half_fails(jobs: Sequence[Job], num_workers: int, on_news: Callable[[Job, News, float], None]) -> None:
-        on_news(jobs[1], Failure("out of luck"), 0.1)
-        on_news(jobs[0], made_up(sweep, "solo", 0, [5.0]), 0.1)
-
-    monkeypatch.setattr(simulate, "run_all", half_fails)
+def test_a_run_that_fails_is_named_in_the_sweeps_words_and_the_others_go_on(tmp_path, made, capsys):
+    write_sweep(tmp_path, {"no_text": {**PAIR, "text": [str(tmp_path / "absent.txt")]}, "solo": SOLO})
     assert main(settings(tmp_path)) == 1
-    assert "\nfailed: ours seed 0: out of luck\n" in capsys.readouterr().out
-    assert "solo" in (tmp_path / "out" / "table.md").read_text()
-    assert not result_file(tmp_path / "out", "ours", 0).exists()
-    assert main(settings(tmp_path, report_only=True)) == 0
-    assert "\nfailed: ours seed 0: out of luck\n" in capsys.readouterr().out, "and it is not forgotten"
-
-    monkeypatch.setattr(simulate, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
-    assert main(settings(tmp_path, output=tmp_path / "other")) == 1
-    assert not (tmp_path / "other" / "report.html").exists()
-    assert "\nfailed: solo seed 0: no\n" in capsys.readouterr().out
+    [failed] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no_text")]
+    assert "failed: " in failed and "absent.txt" in failed and "base.text" in failed and "--text" not in failed
+    log = tmp_path / "out" / "logs" / "no_text-0.log"
+    assert f"see {log}" in failed and log.exists()
+    assert result_file(tmp_path / "out", "solo", 0).exists()
 
 
-def test_workers_share_the_cores(tmp_path, monkeypatch):
-    write_sweep(tmp_path, {"a": SOLO, "b": SOLO, "c": SOLO})
-    taken: list[tuple[int, int]] = []
+def test_cores_are_shared_among_the_runs_that_are_left(tmp_path, monkeypatch):
+    sweep = made_up_sweep(tmp_path, {"a": SOLO, "b": SOLO, "c": SOLO})
+    taken: list[int] = []
 
-    def run_none(jobs: Sequence[Job], num_workers: int, on_news: Callable[[Job, News, float], None]) -> None:
-        taken.append((num_workers, jobs[0].threads))
-        on_news(jobs[0], Failure("not made"), 0.1)
+    def run_none(config: SimulateConfig, sweep: Sweep, missing: Sequence[tuple[str, int]], workers: int) -> int:
+        taken.append(workers)
+        return 1
 
     monkeypatch.setattr(simulate, "num_cores", lambda: 8)
     monkeypatch.setattr(simulate, "run_all", run_none)
     for workers in (None, 1, 2, 8):
         main(settings(tmp_path, workers=workers))
-    assert taken == [(3, 2), (1, 8), (2, 4), (3, 2)]
-
-
-def test_cores_are_shared_among_the_runs_that_are_left(tmp_path, monkeypatch):
-    sweep = made_up_sweep(tmp_path, {"a": SOLO, "b": SOLO, "c": SOLO})
     for name in ("a", "b"):
-        save_result(tmp_path / "out", made_up(sweep, name, 0, [5.0]))
-    taken: list[tuple[int, int]] = []
-
-    def run_none(jobs: Sequence[Job], num_workers: int, on_news: Callable[[Job, News, float], None]) -> None:
-        taken.append((num_workers, jobs[0].threads))
-
-    monkeypatch.setattr(simulate, "num_cores", lambda: 8)
-    monkeypatch.setattr(simulate, "run_all", run_none)
+        save_result(tmp_path / "out", made_up(sweep, name, 0, [5.0, 4.0]))
     main(settings(tmp_path, workers=None))
-    assert taken == [(1, 8)]
-
-
-@pytest.mark.parametrize(
-    ("threads", "said"),
-    [((None, None), "2 at a time, 4 threads each;"), ((1, 1), "1 thread each;"), ((1, None), "1 to 4 threads each;")],
-)
-def test_the_opening_tells_the_threads_that_runs_will_have(tmp_path, monkeypatch, capsys, threads, said):
-    write_sweep(tmp_path, {name: SOLO | {"threads": number} for name, number in zip("ab", threads, strict=True)})
-    monkeypatch.setattr(simulate, "num_cores", lambda: 8)
-    monkeypatch.setattr(simulate, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
-    main(settings(tmp_path))
-    assert said in capsys.readouterr().out.splitlines()[0]
+    assert taken == [3, 1, 2, 3, 1]
 
 
 def test_a_gpu_takes_one_run_at_a_time(tmp_path, monkeypatch):
@@ -268,35 +203,48 @@ def test_the_program_answers_in_a_line(words, code, said, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_a_sweep_runs_from_its_file_to_its_report(tmp_path):
+def test_a_sweep_runs_from_its_file_to_its_table(tmp_path):
     write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR})
     words = ("simulate", tmp_path / "sweep.yaml", "--output", tmp_path / "out", "--cache", tmp_path / "cache")
     with program(*words, "--workers", 2) as process:
         out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
-    assert "ours seed 0  round 2/2  loss " in out and "| solo" in out and err == ""
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names >= {"results", "logs", "table.md", "results.json", "report.html", "loss_by_steps.png"}
+    assert "ours seed 0  loss " in out and "| solo" in out and err == ""
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results", "logs", "table.md"}
     assert {path.name for path in (tmp_path / "out" / "results").iterdir()} == {"solo-0.json", "ours-0.json"}
+    assert "round 2  loss " in (tmp_path / "out" / "logs" / "ours-0.log").read_text()
+    scenario = load_sweep(tmp_path / "sweep.yaml").variants["ours"].scenarios[0]
+    alone = run_result("ours", 0, scenario, run_scenario(scenario, cache=tmp_path / "cache"))
+    kept = RunResult.model_validate_json(result_file(tmp_path / "out", "ours", 0).read_bytes())
+    assert kept.evaluations == alone.evaluations and kept.peers == alone.peers, "a process changes no number"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path, sent):
+@pytest.mark.parametrize("stop", ["Ctrl-C", "parent killed", "worker killed"])
+def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path, stop):
     endless = {**SOLO, "run": {"round": {"total": 1_000_000}}, "held_out_tokens": 16}
     write_sweep(tmp_path, {"endless": endless}, seeds=[0, 1])
     words = ("simulate", tmp_path / "sweep.yaml", "--output", tmp_path / "out", "--cache", tmp_path / "cache")
+    logs = [tmp_path / "out" / "logs" / f"endless-{seed}.log" for seed in (0, 1)]
     with program(*words, "--workers", 2) as process:
-        assert process.stdout is not None
-        while "round" not in (line := process.stdout.readline()):
-            assert line, "ended before its first evaluation"
+        while not all(log.exists() and "round" in log.read_text() for log in logs):
+            assert process.poll() is None, "ended before its first evaluation"
+            time.sleep(0.2)
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) >= 2
-        # Ctrl-C reaches the whole group, as a terminal sends it.
-        os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
+        workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        assert len(workers) == 2
+        match stop:
+            case "Ctrl-C":
+                os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+            case "parent killed":
+                process.kill()
+            case "worker killed":
+                workers[0].kill()
         out, err = process.communicate(timeout=60)
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
-    if sent != signal.SIGKILL:
+    if stop == "Ctrl-C":
         assert process.returncode == 130 and "the same command does the rest" in out
         assert "Traceback" not in err
+    if stop == "worker killed":
+        assert process.returncode == 1 and out.count("where memory is short, use fewer --workers") == 2

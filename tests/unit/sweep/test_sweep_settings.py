@@ -15,7 +15,7 @@ from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.sim.sweep.settings import SCENARIO_EXAMPLE, deep_merge, flat, in_sweep_words, load_sweep
+from spes_p2p.sim.sweep import SCENARIO_EXAMPLE, deep_merge, in_sweep_words, load_sweep
 from tests.unit.sweep.sweeps import PAIR, SOLO, made_up_sweep, write_sweep
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -32,10 +32,6 @@ def test_merging_goes_key_by_key_and_replaces_lists():
         "j": None,
     }
     assert repr(base) == before
-
-
-def test_settings_by_dotted_names():
-    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": [2]}) == {"a.b.c": 1, "a.d": {}, "e": [2]}
 
 
 def test_every_variant_is_the_base_with_its_own_settings_and_a_seed(tmp_path: Path):

@@ -1,1 +1,0 @@
-"""Many simulations: their settings, workers, results and report."""
