@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 
@@ -211,9 +210,6 @@ class MemorySwarm:
 
     def versions(self) -> Mapping[str, Version]:
         return {name: version for name, (version, _) in self._mine.items()}
-
-    def rollback(self, files: Mapping[Path, Version]) -> None:
-        raise SimulationError("versions in memory have no files; a virtual peer cannot be resumed")
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         kept = self._before if before else self._mine

@@ -443,11 +443,6 @@ class HivemindSwarm:
     def versions(self) -> Mapping[str, Version]:
         return self._store.newest()
 
-    def rollback(self, files: Mapping[Path, Version]) -> None:
-        self._store.restore(files)
-        self._store.keep_only(self._vectors.names)  # guard: strange-checkpoint
-        self._declare()
-
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         if self._vectors.codec(name) == "fp32":
             return self._store.map(name, before=before).whole()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -160,9 +159,6 @@ class Swarm(Protocol):
 
     def versions(self) -> Mapping[str, Version]:
         """Return this peer's newest version of each vector and document, its own or pulled."""
-
-    def rollback(self, files: Mapping[Path, Version]) -> None:
-        """Make versions this peer's newest again, from verified files of its own."""
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         """Return this peer's newest version of a flat vector, or the one before it, as a new tensor.

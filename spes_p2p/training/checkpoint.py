@@ -25,8 +25,6 @@ from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import digest_of_file, link_file, sync
 from spes_p2p.swarm.exchange.store import INDEX, VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.interface import Swarm
-from spes_p2p.swarm.names import SHARED
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +124,6 @@ class Saved(NamedTuple):
 
     state: PeerState
     tensors: Mapping[str, Tensor]
-    files: Mapping[Path, Version]
     skips_optimizer: bool = False
 
 
@@ -295,7 +292,7 @@ class PeerCheckpoint:
         self._newest = found.name
         names = self._names()
         self._superseded = names[: names.index(found.name)]
-        return Saved(found.state, load_file(self._directory / found.name / TENSORS), found.files, skips_optimizer)
+        return Saved(found.state, load_file(self._directory / found.name / TENSORS), skips_optimizer)
 
     def states(self, run_id: str) -> dict[Path, PeerState]:
         """Return the state of each finished checkpoint by its folder, newest first; damaged ones are left out."""
@@ -354,10 +351,6 @@ def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor | 
     sync(folder)
 
 
-MAX_ROLLBACK_ROUNDS = 8
-"""Rounds that a lone peer repeats to continue exactly; it keeps more rounds than that, and gives up exactness."""
-
-
 def checkpoint_of(output: Path, kept: KeptRounds | None = None) -> PeerCheckpoint:
     """Return the checkpoints in a peer's output folder."""
     return PeerCheckpoint(output / "checkpoint", output / "versions", kept)
@@ -398,37 +391,3 @@ def _store(directory: Path, run_id: str, found: Found | None) -> VersionStore:
         log.warning("%s; starting it anew from checkpoint %s", error, found.name)
         (directory / INDEX).replace(directory / f"{INDEX}.damaged")
         return VersionStore(directory, run_id)
-
-
-def rollback_alone(
-    swarm: Swarm, others: Sequence[str], files: Mapping[Path, Version], *, is_repeatable: bool = True
-) -> None:
-    """Continue from a checkpoint's versions if no other peer has any: moments and data belong to their round.
-
-    A killed peer may have published a round that it had not saved yet; alone, it makes the same round again, unless
-    that round is certified and would end in other bits.
-
-    Args:
-        swarm: This peer's swarm.
-        others: Peers to ask.
-        files: The checkpoint's versions by file.
-        is_repeatable: Whether a certified round that is made again ends in the same bits.
-    """
-    offers = swarm.inventory(others).values() if others else ()
-    if any(versions[SHARED].round for versions in offers if SHARED in versions):
-        return
-    saved = next((version.round for version in files.values() if version.name == SHARED), None)
-    if saved is None:
-        return
-    newest = swarm.versions()[SHARED].round if SHARED in swarm.versions() else saved
-    is_certified = swarm.last().round > saved
-    if is_certified:  # others' work in a round cannot be made again
-        bodies = [swarm.certified(round) for round in range(saved + 1, swarm.last().round + 1)]
-        makers = {member.peer_id for body in bodies if body is not None for member in body.members}
-        is_repeatable = is_repeatable and None not in bodies and makers <= {swarm.peer_id}
-    if newest - saved > MAX_ROLLBACK_ROUNDS or (newest > saved and is_certified and not is_repeatable):
-        log.warning("the checkpoint is of round %d only; round %d goes on with its moments and data", saved, newest)
-        return
-    if newest != saved:
-        log.warning("round %d was published, but not saved; going on from the checkpoint of round %d", newest, saved)
-    swarm.rollback(files)

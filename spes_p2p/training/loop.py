@@ -101,7 +101,7 @@ class TrainingLoop:
         self._stand_by()
         if self.is_ended:
             return
-        update = self._lead(lambda sync: sync.open(initial, saved.files if saved is not None else None))
+        update = self._lead(lambda sync: sync.open(initial))
         if saved is not None and saved.skips_optimizer:
             weights = (StoredVectors() | update.vectors).only(lambda name: name.is_weights)
             update = replace(update, vectors=weights)

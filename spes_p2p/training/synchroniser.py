@@ -7,7 +7,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import Tensor
 
@@ -17,13 +16,12 @@ from spes_p2p.errors import AbsentError
 from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
+from spes_p2p.swarm.exchange.versions import AMENDMENT
 from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member
 from spes_p2p.training.anchors import Anchors, merge_shifts
-from spes_p2p.training.checkpoint import rollback_alone
 from spes_p2p.training.dealer import Dealer
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors, SyncStats
 from spes_p2p.training.slots import HeldSlots, active_of
@@ -103,16 +101,11 @@ class Synchroniser:
 
     # ------------------------------------------------------------------ joining
 
-    def open(
-        self,
-        initial: Callable[[], Mapping[VectorName, Tensor]] | None,
-        saved: Mapping[Path, Version] | None = None,
-    ) -> StateUpdate:
+    def open(self, initial: Callable[[], Mapping[VectorName, Tensor]] | None) -> StateUpdate:
         """Announce this peer, read the others' records, take over the swarm's state, and claim slots.
 
         Args:
             initial: Makes the published vectors of the run's start; None if this peer has been in the run before.
-            saved: Versions of this peer's checkpoint by file, after a restart.
 
         Raises:
             AbsentError: the swarm's state could not be fetched.
@@ -122,9 +115,6 @@ class Synchroniser:
         self._wait_for_peers(self._run.round.min_peers)
         self.swarm.catch_up()
         is_late = self.swarm.last().round > 0
-        if saved:
-            is_repeatable = self._run.round.mode == "steps"
-            rollback_alone(self.swarm, self.held.others(), saved, is_repeatable=is_repeatable)
         model = (SHARED, *map(VectorName.of_slot, range(self._run.num_slots)))
         if initial and not is_late:
             self._publish_initial(model, initial)

@@ -218,7 +218,7 @@ def lone_peer(
         swarm._keep(before._before)
         swarm._keep(before._mine)
         sync.held.resume(kept.state.slots)
-        initial, saved = None, Saved(kept.state, kept.tensors, {})
+        initial, saved = None, Saved(kept.state, kept.tensors)
 
     def report(metrics: Any) -> None:
         reports.append(metrics.model_dump(mode="json"))

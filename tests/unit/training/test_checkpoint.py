@@ -28,7 +28,7 @@ from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, recover, rollback_alone
+from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, recover
 from spes_p2p.training.checkpointer import MOMENTS, Checkpointer
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.process_group import ProcessGroup
@@ -76,7 +76,7 @@ class Disk:
         saved = checkpoint.load(found)
         assert saved.state.steps == 10 * saved.state.round and saved.state.data == {"position": 40 * saved.state.round}
         assert set(saved.tensors["moments/shared/w/exp_avg"].tolist()) == {float(saved.state.round)}
-        assert {version.round for version in saved.files.values()} == {saved.state.round}
+        assert {version.round for version in found.files.values()} == {saved.state.round}
         return saved.state.round
 
 
@@ -266,66 +266,6 @@ def test_a_damaged_index_is_begun_anew_from_the_checkpoint(disk, damage):
     assert not list((disk.folder / "versions").glob("*.tmp"))
 
 
-# ---------------------------------------------------------------------- published, but not saved
-
-
-class Company:
-    """A swarm as far as it matters here: a store of one's own, and what others say they have."""
-
-    peer_id = "me"
-
-    def __init__(
-        self, store: VersionStore, others: dict[str, dict[str, Version]], certified: int = 0, makers: str = "me"
-    ) -> None:
-        self._store, self._others = store, others
-        self.versions, self.rollback = store.newest, store.restore
-        self.last = lambda: SimpleNamespace(round=certified)
-        members = [SimpleNamespace(peer_id=peer) for peer in makers.split()]
-        self.certified = lambda round: SimpleNamespace(members=members)
-
-    def inventory(self, peers):
-        return {peer: self._others[peer] for peer in peers}
-
-
-@pytest.mark.parametrize(
-    ("published", "others", "expected"),
-    [(3, [], 1), (3, [0, 0], 1), (3, [3], 3), (3, [1], 3), (40, [], 40), (1, [], 1)],
-    ids=["alone", "newcomers", "others-went-on", "others-have-less", "too-much-to-lose", "all-saved"],
-)
-def test_a_round_that_was_not_saved_is_made_again_where_nobody_else_has_it(
-    disk, tmp_path, identity, published, others, expected
-):
-    disk.save(1)
-    for round in range(2, published + 1):
-        disk.publish(round)
-    there = {}
-    for index, round in enumerate(others):
-        data = bytes(to_bytes(torch.full((9,), float(index))))
-        there[f"peer {index}"] = {SHARED: Version.sign(identity, "run", SHARED, round, data, "fp32")}
-    store, found = recover(disk.folder, "run")
-    rollback_alone(Company(store, there), list(there), found.files)
-    again = VersionStore(disk.folder / "versions", "run")
-    assert {version.round for version in again.newest().values()} == {expected}
-    for name in again.newest():
-        again.read(name)
-
-
-@pytest.mark.parametrize(
-    ("certified", "makers", "is_repeatable", "expected"),
-    [(3, "me", True, 1), (3, "me", False, 3), (1, "me", False, 1), (3, "me another", True, 3)],
-)
-def test_a_certified_round_is_made_again_only_where_it_ends_in_the_same_bits(
-    disk, certified, makers, is_repeatable, expected
-):
-    """A lone peer whose rounds end by the clock, or had other members, never committed again: the bits differ."""
-    disk.save(1)
-    disk.publish(2)
-    disk.publish(3)
-    store, found = recover(disk.folder, "run")
-    rollback_alone(Company(store, {}, certified, makers), [], found.files, is_repeatable=is_repeatable)
-    assert {version.round for version in store.newest().values()} == {expected}
-
-
 # ---------------------------------------------------------------------- kills, and full disks
 
 
@@ -472,7 +412,7 @@ def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it
     kept = after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq"))
     assert kept.abs().sum() > 0
     sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, restore_residuals=lambda residuals: None))
-    Checkpointer(None, after, ProcessGroup("cpu"), sync).restore(Saved(state, tensors, {}), update)
+    Checkpointer(None, after, ProcessGroup("cpu"), sync).restore(Saved(state, tensors), update)
     assert torch.equal(after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq")), kept)
     assert torch.equal(
         after.moments(VectorName.of_slot(0), ("exp_avg",)), before.moments(VectorName.of_slot(0), ("exp_avg",))
@@ -543,7 +483,7 @@ def test_an_optimizer_that_is_skipped_starts_anew_with_everything_else_in_place(
     peer.swarm.publish(7, bundles | moments)
     tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
     state = PeerState("run", 7, before.slots, 21, 999, {"position": 40})
-    peer.loop.open(None, Saved(state, tensors, {}, skips_optimizer=skips))
+    peer.loop.open(None, Saved(state, tensors, skips_optimizer=skips))
     assert peer.trainer.steps == 21 and peer.trainer.data.state_dict() == {"position": 40}
     held = [peer.trainer.moments(name, ("exp_avg", "exp_avg_sq")) for name in peer.trainer.names]
     assert all(bool(moment.any()) != skips for moment in held)
