@@ -3,11 +3,7 @@
 # A mistake in its settings ends the container with 0, so that it is not started again for ever.
 set -eu
 peer=$HOME/peer
-if [ -d "$peer/checkpoint" ]; then
-    set -- --resume "$@"
-elif ls -d "$peer"/.overwritten-* >/dev/null 2>&1; then # it was killed before it had kept anything
-    set -- --overwrite "$@"
-elif [ -n "$(ls -A "$peer" 2>/dev/null)" ]; then
+if [ -n "$(ls -A "$peer" 2>/dev/null)" ] && ! [ -e "$peer/.starting" ]; then # the first start has succeeded
     set -- --resume "$@"
 fi
 trap 'kill -TERM $! 2>/dev/null' TERM INT

@@ -7,7 +7,7 @@ from pathlib import Path
 from spes_p2p.config import JoinLink, PeerConfig
 from spes_p2p.config.commands import JoinConfig
 from spes_p2p.peer import life
-from spes_p2p.peer.output_dir import can_resume, was_cut_off
+from spes_p2p.peer.output_dir import can_resume
 
 
 def main(config: JoinConfig) -> int:
@@ -29,6 +29,5 @@ def as_peer(config: JoinConfig) -> PeerConfig:
             "invite": config.invite or link.invite or None,
             "output": output,
             "resume": resume,
-            "overwrite": config.overwrite or (not resume and was_cut_off(output)),
         }
     )

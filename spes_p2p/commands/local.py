@@ -395,7 +395,7 @@ class Experiment:
             "--yes",  # the run is this user's own
             "--alone",  # on one machine no peer is cut off: one that does not answer is dead
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
-            "--resume" if can_resume(output) else "--overwrite",  # of a start that was killed
+            *(["--resume"] if can_resume(output) else []),
             *_flags(_chosen(self._config)),
             *extra,
         ]

@@ -1,4 +1,4 @@
-"""The directory that a start writes to: checked before anything happens, as it was if the start fails."""
+"""A peer's output directory: checked before anything happens, locked while the peer lives."""
 
 from __future__ import annotations
 
@@ -7,39 +7,20 @@ import fcntl
 import functools
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 from spes_p2p.errors import ConfigError
 
-ASIDE = ".overwritten-"
-"""Begins the name of what holds, within an output, what was there before a start that is not yet kept."""
-OURS = ("identity.key", "versions", "run.yaml", f"{ASIDE}*")
+STARTING = ".starting"
+"""In a directory until its first start has succeeded; the next start empties a directory that still holds it."""
+OURS = {"identity.key", "versions", "run.yaml", STARTING}
 """What marks an output directory as one that --overwrite may delete."""
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _reads(look: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
-    """Let a function say in one line that it may not read its directory."""
-
-    @functools.wraps(look)
-    def read(directory: Path, *args: P.args, **more: P.kwargs) -> T:
-        try:
-            return look(directory, *args, **more)
-        except OSError as error:
-            raise ConfigError(f"cannot read --output {directory}: {error.strerror}; name another") from error
-
-    return read
-
 
 _held: set[int] = set()
 """File descriptors of directories that are this process's own."""
 
 
-@_reads
 def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """Check an output directory before anything is written.
 
@@ -49,14 +30,15 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other; drop one")
+    names = _names(directory)
     there = next(each for each in (directory, *directory.parents) if each.exists())
     if not there.is_dir():
         raise ConfigError(f"--output {directory}: {there} is not a directory; choose another")
-    is_empty = not directory.exists() or not any(directory.iterdir())
-    is_ours = any(any(directory.glob(name)) for name in OURS)
-    if resume and not is_ours:
-        raise ConfigError(f"--output {directory} holds nothing to resume; drop --resume or name another")
-    if not is_empty and not resume:
+    is_ours = not OURS.isdisjoint(names)
+    if resume:
+        if STARTING in names or not is_ours:
+            raise ConfigError(f"--output {directory} holds nothing to resume; drop --resume or name another")
+    elif names and STARTING not in names:
         if not overwrite:
             raise ConfigError(f"--output {directory} exists; add --resume to continue it or --overwrite to delete it")
         if not is_ours:
@@ -65,20 +47,17 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
             )
 
 
-@_reads
 def can_resume(directory: Path) -> bool:
-    """Tell whether a start in this directory was kept; one that was killed before has left nothing to go on with."""
-    if not directory.is_dir():
-        return False
-    names = [path.name for path in directory.iterdir()]
-    return "checkpoint" in names or (bool(names) and not any(name.startswith(ASIDE) for name in names))
+    """Check whether an earlier start in this directory has succeeded."""
+    names = _names(directory)
+    return bool(names) and STARTING not in names
 
 
-@_reads
-def was_cut_off(directory: Path) -> bool:
-    """Tell whether the last start in this directory was killed before it was kept: another may take its place."""
-    is_begun = directory.is_dir() and any(path.name.startswith(ASIDE) for path in directory.iterdir())
-    return is_begun and not can_resume(directory)
+def _names(directory: Path) -> set[str]:
+    try:
+        return {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    except OSError as error:
+        raise ConfigError(f"cannot read --output {directory}: {error.strerror}; name another") from error
 
 
 @contextlib.contextmanager
@@ -125,43 +104,28 @@ def _forks_let_go() -> None:
 
 @contextlib.contextmanager
 def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
-    """Give the block an empty directory, and `directory` back as it was unless the block calls what it is given.
-
-    What it holds is put aside within itself: it may be a mount point, which cannot be renamed.
+    """Empty a directory for the block; unless the block calls what it is given, delete what it wrote.
 
     Raises:
         ConfigError: it cannot be written, or another process writes there.
     """
-    existed, kept = directory.exists(), False
+    existed, starting = directory.exists(), directory / STARTING
     with contextlib.ExitStack() as stack:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone_in(directory))
-            aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))
-            _move(directory, aside, spared=aside)
+            starting.touch()  # a start that is killed from here on leaves a directory that the next one takes
+            delete(path for path in list(directory.iterdir()) if path != starting)
         except OSError as error:
             raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error
-
-        def keep() -> None:
-            nonlocal kept
-            kept = True
-            shutil.rmtree(aside)
-
         try:
-            yield keep
+            yield starting.unlink
         finally:
-            if not kept:
-                delete(path for path in list(directory.iterdir()) if path != aside)
-                _move(aside, directory)
-                aside.rmdir()
+            if starting.exists():
+                delete(path for path in list(directory.iterdir()) if path != starting)
+                starting.unlink()
                 if not existed:
                     directory.rmdir()
-
-
-def _move(source: Path, target: Path, spared: Path | None = None) -> None:
-    for path in list(source.iterdir()):
-        if path != spared:
-            path.rename(target / path.name)
 
 
 def delete(paths: Iterable[Path]) -> None:

@@ -71,8 +71,7 @@ def test_a_peer_without_privileges_on_a_read_only_tree_trains_to_the_end(folder:
         ([], None),
         (["peer"], None),
         (["peer/identity.key", "peer/versions"], "--resume"),
-        (["peer/identity.key", "peer/.overwritten-killed"], "--overwrite"),
-        (["peer/checkpoint", "peer/.overwritten-killed"], "--resume"),
+        (["peer/identity.key", "peer/.starting"], None),
     ],
 )
 def test_a_containers_start_goes_on_with_what_its_volume_holds(
@@ -92,7 +91,7 @@ def test_a_containers_start_goes_on_with_what_its_volume_holds(
     first = ["-m", "spes_p2p", "peer", "--output", str(output), "--cache", str(output.parent / "cache")]
     assert told.stdout.splitlines() == [*first, *filter(None, [word]), "--run-id", "a name"]
     assert can_resume(output) == (word == "--resume")
-    check_output(output, resume=word == "--resume", overwrite=word == "--overwrite")
+    check_output(output, resume=word == "--resume", overwrite=False)
 
 
 def test_a_container_has_the_time_to_leave_in_order_and_comes_back_unless_the_run_is_over() -> None:

@@ -24,7 +24,7 @@ from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
-from spes_p2p.peer.output_dir import can_resume, check_output, was_cut_off
+from spes_p2p.peer.output_dir import can_resume, check_output
 from spes_p2p.swarm.p2p.identity import Identity
 
 Words = dict[str, list[str]]
@@ -128,9 +128,8 @@ def test_peers_with_nothing_to_resume_join_those_that_go_on(interrupted: Callabl
 
 
 def test_a_peer_killed_before_its_start_was_kept_is_started_anew(interrupted: Callable[..., Words]) -> None:
-    peers = peers_of(interrupted(peer_0="versions", peer_1=".overwritten-killed"))
-    assert "--resume" in peers["peer-0"]
-    assert "--overwrite" in peers["peer-1"] and "--resume" not in peers["peer-1"]
+    peers = peers_of(interrupted(peer_0="versions", peer_1=".starting"))
+    assert "--resume" in peers["peer-0"] and "--resume" not in peers["peer-1"]
 
 
 def test_what_the_founder_is_told_to_begin_with_is_a_peers_configuration(
@@ -142,16 +141,17 @@ def test_what_the_founder_is_told_to_begin_with_is_a_peers_configuration(
     assert PeerConfig(**kept).run.round.min_peers == PEERS
 
 
-def test_a_start_that_was_killed_before_it_was_kept_may_be_overwritten_and_not_resumed(tmp_path: Path) -> None:
+def test_a_first_start_that_was_killed_is_not_resumed_and_does_not_refuse_the_next(tmp_path: Path) -> None:
     assert not can_resume(tmp_path) and not can_resume(tmp_path / "none")
-    (tmp_path / ".overwritten-killed").mkdir()
+    for name in ("identity.key", ".starting"):
+        (tmp_path / name).touch()
     assert not can_resume(tmp_path)
-    check_output(tmp_path, resume=False, overwrite=True)
-    (tmp_path / "checkpoint").mkdir()
-    assert can_resume(tmp_path), "somebody has resumed it since"
+    with pytest.raises(ConfigError, match="holds nothing to resume; drop --resume"):
+        check_output(tmp_path, resume=True, overwrite=False)
+    check_output(tmp_path, resume=False, overwrite=False)
 
 
-@pytest.mark.parametrize("look", [can_resume, was_cut_off, partial(check_output, resume=False, overwrite=False)])
+@pytest.mark.parametrize("look", [can_resume, partial(check_output, resume=False, overwrite=False)])
 def test_an_output_that_cannot_be_looked_into_is_one_line(look: Callable[[Path], object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read --output .*: File name too long; name another"):
         look(tmp_path / ("x" * 300))

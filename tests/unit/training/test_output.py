@@ -28,6 +28,22 @@ def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: 
         pass
 
 
+def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with pytest.raises(JoinError), fresh_output(output):
+        (output / "identity.key").touch()
+        raise JoinError("no")
+    assert not output.exists()
+    output.mkdir()
+    for name in ("old", ".starting"):  # of a start that was killed
+        (output / name).touch()
+    with fresh_output(output) as keep:
+        assert [path.name for path in output.iterdir()] == [".starting"]
+        (output / "identity.key").touch()
+        keep()
+    assert [path.name for path in output.iterdir()] == ["identity.key"]
+
+
 def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
     """They may live on for a moment when it is killed, and it is started again at once."""
     with alone_in(tmp_path):
