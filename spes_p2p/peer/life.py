@@ -105,7 +105,7 @@ def run(
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
                 shown(config, swarm, amendments, controls) as page,
-                restart.when_daemons_die(config, swarm, end),
+                restart.when_daemons_die(swarm, end),
             ):
                 on_joined(swarm.node.contacts())
                 try:

@@ -19,7 +19,7 @@ from typing import NoReturn
 from spes_p2p.config import PeerConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.errors import JoinError
-from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.peer.output_dir import can_resume
 from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 
@@ -38,20 +38,18 @@ class DaemonDied(Exception):
 
     Args:
         what: What died.
-        address: By which others joined.
         port: Where p2pd listened.
         seconds: For how long the peer had been in the swarm.
     """
 
-    def __init__(self, what: str, address: str, port: int, seconds: float) -> None:
+    def __init__(self, what: str, port: int, seconds: float) -> None:
         super().__init__(what)
-        self.address = address
         self.port = port
         self.seconds = seconds
 
 
 @contextlib.contextmanager
-def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm, end: Termination) -> Iterator[None]:
+def when_daemons_die(swarm: HivemindSwarm, end: Termination) -> Iterator[None]:
     """Interrupt the block when p2pd or the DHT dies, and raise that whatever else the block raised because of it.
 
     A peer that was asked to end does not start again: the same signal may have ended its daemons.
@@ -59,8 +57,7 @@ def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm, end: Termination)
     Raises:
         DaemonDied: it has.
     """
-    began, main = time.monotonic(), threading.main_thread().ident
-    address, port = (config.output / ADDRESS_FILE).read_text(), swarm.node.port
+    began, main, port = time.monotonic(), threading.main_thread().ident, swarm.node.port
     assert main is not None
     swarm.watchdog.on_death(lambda: signal.pthread_kill(main, signal.SIGINT))
     try:
@@ -70,7 +67,7 @@ def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm, end: Termination)
         is_interrupted = isinstance(error, KeyboardInterrupt) and not swarm.watchdog.death
         if end.is_asked or is_interrupted or not swarm.watchdog.check():
             raise
-        raise DaemonDied(swarm.watchdog.death, address, port, time.monotonic() - began) from error
+        raise DaemonDied(swarm.watchdog.death, port, time.monotonic() - began) from error
     finally:
         swarm.watchdog.stop()
 
@@ -81,9 +78,7 @@ def restart(config: PeerConfig, died: DaemonDied, *, num_ranks: int) -> NoReturn
     Raises:
         JoinError: it would not help, or this rank is not the whole peer.
     """
-    file = config.output / ADDRESS_FILE  # not this peer's where its start had not yet replaced what was there before
-    is_kept = file.is_file() and file.read_text() == died.address
-    if num_ranks > 1 or died.seconds < LEAST_SECONDS or not is_kept:
+    if num_ranks > 1 or died.seconds < LEAST_SECONDS or not can_resume(config.output):
         raise JoinError(f"{died}; start this peer again with --resume --output {config.output}") from died
     log.warning("%s; starting again with what this peer has kept in %s", died, config.output)
     start_again(died.port)

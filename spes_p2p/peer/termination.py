@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import os
-import select
 import signal
 import threading
 import time
@@ -49,7 +48,6 @@ class Termination:
         self._is_leader = is_leader
         self._ranks = ranks
         self._is_noticed = False
-        self._first_at = math.inf  # until the watch has read it, a SIGTERM that follows is the same one
         self._due = math.inf
         self._hand_over: Callable[[float], None] | None = None
         self._seconds = 0.0
@@ -58,9 +56,7 @@ class Termination:
 
     def __enter__(self) -> Termination:
         _forks_let_go()
-        read, write = os.pipe()
-        self._read = read
-        self._write = write
+        self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._handler = signal.signal(signal.SIGTERM, self._interrupt)
@@ -84,77 +80,62 @@ class Termination:
         """Hand over once; return at the end of it, in whichever thread it goes on."""
         if self._hand_over is None:
             return
+        left = self._due - time.monotonic()
         if not self._begins.acquire(blocking=False):
-            self._is_handed_over.wait(max(0.0, min(self._due - time.monotonic(), self._seconds)))
+            self._is_handed_over.wait(max(0.0, min(self._seconds, left)))
             return
         try:
-            self._hand_over(max(0.0, min(self._seconds, self._due - time.monotonic() - self._close_seconds)))
+            self._hand_over(max(0.0, min(self._seconds, left - min(CLOSE_SECONDS, self._grace / 4))))
         finally:
             self._is_handed_over.set()
 
-    @property
-    def _close_seconds(self) -> float:
-        return min(CLOSE_SECONDS, self._grace / 4)
-
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        is_same = self._is_noticed and time.monotonic() < self._first_at + SAME_SECONDS
+        is_first = not self._is_noticed
         self.is_asked = self._is_noticed = True
-        if self._is_leader and not is_same:
+        if self._is_leader and is_first:
             raise Terminated
 
     # ------------------------------------------------------------------ the watch
 
     def _watch(self) -> None:
-        hung_at = math.inf
-        while True:
-            next_at = min(self._due, hung_at)
-            wait = None if next_at == math.inf else max(0.0, next_at - time.monotonic())
-            if select.select([self._read], [], [], wait)[0]:
-                got = os.read(self._read, 4096)
-                if signal.SIGTERM in got:
-                    hung_at = min(hung_at, self._ask())
-                if STOP in got:
-                    return
-            now = time.monotonic()
-            if now >= self._due:
-                os._exit(EXIT_INTERRUPTED)
-            if now >= hung_at:
-                hung_at = math.inf
-                self._rescue()
+        asked_at = math.inf
+        while STOP not in (got := os.read(self._read, 4096)):
+            if signal.SIGTERM not in got:
+                continue
+            if self._due == math.inf:
+                asked_at = time.monotonic()
+                self.is_asked = True
+                self._end_within(self._grace)
+                for pid in self._ranks:
+                    _pass_on(pid)
+                _after(min(HANG_SECONDS, self._grace / 4), self._rescue)
+            elif time.monotonic() >= asked_at + SAME_SECONDS:
+                self._end_within(LAST_SECONDS)
 
-    def _ask(self) -> float:
-        """Take note of a SIGTERM; return when a main thread that has not reacted counts as hung."""
-        now, is_first = time.monotonic(), not math.isfinite(self._due)
-        self.is_asked = True
-        if is_first:
-            self._first_at = now
-            self._due = now + self._grace
-        elif now < self._first_at + SAME_SECONDS:
-            return math.inf
-        else:
-            self._due = min(self._due, now + LAST_SECONDS)
-        # The kernel ends this process soon after, also where the interpreter has stopped this thread.
-        signal.setitimer(signal.ITIMER_REAL, max(self._due - now, 0.0) + 0.5)
-        for pid in self._ranks:
-            _pass_on(pid)
-        return now + min(HANG_SECONDS, self._grace / 4)
+    def _end_within(self, seconds: float) -> None:
+        self._due = min(self._due, time.monotonic() + seconds)
+        left = max(0.0, self._due - time.monotonic())
+        _after(left, lambda: os._exit(EXIT_INTERRUPTED))
+        # The kernel ends this process soon after, also where the interpreter has stopped its threads.
+        signal.setitimer(signal.ITIMER_REAL, left + 0.5)
 
     def _rescue(self) -> None:
-        """Hand over in a thread of its own, if the main thread has not begun to."""
+        """Hand over in this thread, if the main thread has not begun to."""
         if self._begins.locked() or not self._is_leader:
             return
-        if self._hand_over is not None:
-            threading.Thread(target=self._rescue_slots, name="hand-over", daemon=True).start()
-        elif not self._is_noticed:
-            os._exit(EXIT_INTERRUPTED)
-
-    def _rescue_slots(self) -> None:
-        log.warning("the main thread has not answered SIGTERM: it waits for a rank or a device that hangs")
         try:
-            self.hand_over()
+            if self._hand_over is not None:
+                log.warning("the main thread has not answered SIGTERM: it waits for a rank or a device that hangs")
+                self.hand_over()
         finally:
             if not self._is_noticed:
                 os._exit(EXIT_INTERRUPTED)
+
+
+def _after(seconds: float, act: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
 
 
 def _pass_on(pid: int) -> None:
