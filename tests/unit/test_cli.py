@@ -349,8 +349,8 @@ def test_an_interrupt_during_a_fork_counts(tmp_path):
 # ---------------------------------------------------------------------- the one command, its help and its speed
 
 MAX_ANSWER_SECONDS = 3.0
-"""CPU time until a command answers `--help` or a wrong flag. It takes half a second on an idle machine, as
-`benchmarks/house.py` measures; an import of torch would take longer than this on any."""
+"""CPU time until a command answers `--help` or a wrong flag. It takes half a second on an idle machine;
+an import of torch would take longer than this on any."""
 SCREENS = 2 * 26
 """Lines of two screens."""
 HEAVY = ("torch", "transformers", "hivemind", "datasets", "numpy", "matplotlib")
