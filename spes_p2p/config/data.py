@@ -122,8 +122,8 @@ class DataConfig(Frozen):
     name their own."""
     fingerprint: Fingerprint | None = None
     """For `files`: the fingerprint of the token shards that every peer must have, as `spes tokenize` prints it. The
-    peers then share the data: each sequence is trained once an epoch, by one of them. None lets each peer train on
-    shards of its own."""
+    peers then share the data: each sequence is dealt to one of them, once an epoch. None lets each peer train on shards
+    of its own."""
     urls: Annotated[list[Url], Field(max_length=MAX_URLS)] = []
     """For shards with a `fingerprint`: where peers without them fetch them, as https addresses of the `manifest.json`
     that `spes tokenize` has written; files lie beside it. A peer is asked first."""
@@ -210,7 +210,7 @@ class DataConfig(Frozen):
 
     @property
     def is_shared(self) -> bool:
-        """Whether all peers have the same data, of which each window is trained once an epoch."""
+        """Whether all peers have the same data, of which each window is dealt once an epoch."""
         return self.fingerprint is not None or bool(self.mixture)
 
     def in_words(self, quoted: Callable[[str], str] = str) -> str:

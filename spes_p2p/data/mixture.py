@@ -3,7 +3,7 @@
 Positions are numbered through the whole run, as windows of a single source are. A phase of the run has blocks of
 positions, in which each source has as many places as its weight says; a keyed permutation of the block mixes them. So
 the position tells source and number within the source by arithmetic alone, and each number of a source belongs to one
-position: what is trained once by its position (`swarm/ledger.py`) is trained once an epoch of its source.
+position: what is trained once by its position is trained once an epoch of its source.
 
 Shape legend: B windows of a batch, T tokens of a sequence, S sources, I positions.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import LongTensor
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.shared import DealtDraws, KeyedPermutation, SharedSource
+from spes_p2p.data.shared import KeyedPermutation, SharedOrder, SharedSource
 from spes_p2p.errors import ConfigError, DataError
 
 MIN_BLOCK = 64
@@ -85,7 +85,7 @@ class MixtureSchedule:
         return sources_I, numbers_I
 
 
-class MixedSource(DealtDraws):
+class MixedSource(SharedOrder):
     """Windows of several shared sources in one order for all peers; a `TokenSource`.
 
     Before the first deal it gives the windows of all sources that the loss gate measures.
@@ -102,14 +102,15 @@ class MixedSource(DealtDraws):
         self._probed = 0
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        draw, sources = self._next_draw(), list(self._sources.values())
+        draw, sources = self._next_draw(num_sequences), list(self._sources.values())
         if draw is None:
             which_B = (self._probed + np.arange(num_sequences)) % len(sources)
             self._probed += num_sequences
             rows = {s: sources[s].next_probes(int((which_B == s).sum())) for s in np.unique(which_B).tolist()}
         else:
-            which_B, numbers_B = self.of_draw(draw, num_sequences)
-            rows = {s: sources[s].gather(numbers_B[which_B == s]) for s in np.unique(which_B).tolist()}
+            positions_B, own = draw
+            which_B, numbers_B = self._schedule(positions_B)
+            rows = {s: sources[s].gather(numbers_B[which_B == s], own) for s in np.unique(which_B).tolist()}
         batch_BT1 = torch.empty((num_sequences, next(iter(rows.values())).shape[1]), dtype=torch.int64)
         for number, found in rows.items():
             batch_BT1[torch.from_numpy(which_B == number)] = found
@@ -118,10 +119,6 @@ class MixedSource(DealtDraws):
     def amend(self, data: DataConfig) -> None:
         """Draw by other weights from now on; they must be the same below all positions that are dealt."""
         self._schedule = MixtureSchedule(data)
-
-    def of_draw(self, draw: int, num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each window of a draw, and its number within the source, both `[B]`."""
-        return self._schedule(draw * num_sequences + np.arange(num_sequences))
 
     def state_dict(self) -> dict[str, Any]:
         return {"sources": {name: source.state_dict() for name, source in self._sources.items()}}

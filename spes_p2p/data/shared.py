@@ -1,8 +1,9 @@
 """The order in which the peers of a run train data that all of them have: each window once an epoch, in no table.
 
 Windows are numbered through all epochs. The number of a window within an epoch goes through a permutation of that
-epoch, which is computed, not stored. Which numbers a peer trains is dealt by the certificates (`swarm/ledger.py`), in
-batches: draw d of a run with batches of B windows are the numbers B d to B d + B.
+epoch, which is computed, not stored. A certificate's cursor says which numbers its voters train next (`shares` in
+`swarm/certificate.py`), in batches: draw d of a run with batches of B windows are the numbers B d to B d + B. A peer
+that has no share, or has used it up, reads the same windows by a permutation of its own.
 
 Shape legend: B windows of a batch, T tokens of a sequence, I indices.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,39 +93,33 @@ def _mixed(values_I: np.ndarray) -> np.ndarray:
     return values_I ^ (values_I >> np.uint64(31))
 
 
-class DealtDraws:
-    """The ranges that were dealt, and how far they are drawn."""
+class SharedOrder:
+    """How far a peer has drawn its share of the order that all peers have, and its own order behind it."""
 
     def __init__(self) -> None:
-        self._ranges: list[range] | None = None
-        self.num_drawn = 0
-        """Batches drawn since `deal`."""
+        self._share: range | None = None
+        self._own = ""
+        self._num_drawn = 0
 
-    def deal(self, ranges: Sequence[range]) -> None:
-        """Draw these batches from now on, in this order, and count from 0."""
-        self._ranges = list(ranges)
-        self.num_drawn = 0
+    def deal(self, share: range, own: str) -> None:
+        """Draw the batches of a share from now on, and then the batches behind it, in another order.
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no batch of the ranges is left."""
-        return self._ranges is not None and self.num_drawn >= sum(map(len, self._ranges))
+        Args:
+            share: Batches of the common order; perhaps none, at the place from which on the other order is read.
+            own: Names that order.
+        """
+        self._share, self._own, self._num_drawn = share, own, 0
 
-    def _next_draw(self) -> int | None:
-        """Return the number of the next batch; None before the first deal."""
-        if self._ranges is None:
+    def _next_draw(self, num_sequences: int) -> tuple[np.ndarray, str] | None:
+        """Return the numbers of the next batch's windows, `[B]`, and the name of the order; None before a deal."""
+        if self._share is None:
             return None
-        assert not self.is_exhausted, "all that was dealt is drawn"
-        at = self.num_drawn
-        self.num_drawn += 1
-        for each in self._ranges:
-            if at < len(each):
-                return each[at]
-            at -= len(each)
-        raise AssertionError("a draw beyond all ranges")
+        draw = self._share.start + self._num_drawn
+        self._num_drawn += 1
+        return draw * num_sequences + np.arange(num_sequences), "" if draw < self._share.stop else self._own
 
 
-class SharedSource(DealtDraws):
+class SharedSource(SharedOrder):
     """Windows of a corpus that all peers have, in one order for all; a `TokenSource`.
 
     Before the first deal it gives the windows that the loss gate measures, which are never trained. The state is no
@@ -158,10 +153,8 @@ class SharedSource(DealtDraws):
         self._probed = 0
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        draw = self._next_draw()
-        if draw is None:
-            return self.next_probes(num_sequences)
-        return self._windows.gather(self.indices(draw, num_sequences))
+        draw = self._next_draw(num_sequences)
+        return self.next_probes(num_sequences) if draw is None else self.gather(*draw)
 
     def next_probes(self, num_sequences: int) -> LongTensor:
         """Return the next of the windows that are measured and never trained, `[B, T + 1]`, again and again."""
@@ -169,23 +162,19 @@ class SharedSource(DealtDraws):
         places = np.arange(self._probed - num_sequences, self._probed)
         return self._windows.gather(self._all(places % self._num_probes))
 
-    def indices(self, draw: int, num_sequences: int) -> np.ndarray:
-        """Return the windows of a draw, `[B]`."""
-        return self.places(draw * num_sequences + np.arange(num_sequences))
-
-    def places(self, numbers_I: np.ndarray) -> np.ndarray:
-        """Return the windows behind numbers through all epochs, `[I]`."""
+    def places(self, numbers_I: np.ndarray, own: str = "") -> np.ndarray:
+        """Return the windows behind numbers through all epochs, `[I]`, in the common order or in another one."""
         epochs_I, places_I = np.divmod(numbers_I, self.epoch_windows)
         indices_I = np.empty(len(numbers_I), np.int64)
         for epoch in np.unique(epochs_I).tolist():
             here_I = epochs_I == epoch
-            order = KeyedPermutation(self.epoch_windows, f"{self._key}:{epoch}")
+            order = KeyedPermutation(self.epoch_windows, f"{self._key}:{epoch}:{own}")
             indices_I[here_I] = self._all(self._num_probes + order(places_I[here_I]))
         return indices_I
 
-    def gather(self, numbers_I: np.ndarray) -> LongTensor:
-        """Return the windows behind numbers through all epochs, `[I, T + 1]`."""
-        return self._windows.gather(self.places(numbers_I))
+    def gather(self, numbers_I: np.ndarray, own: str = "") -> LongTensor:
+        """Return the windows behind numbers through all epochs, `[I, T + 1]`, as `places` finds them."""
+        return self._windows.gather(self.places(numbers_I, own))
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._identity)

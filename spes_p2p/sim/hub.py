@@ -31,7 +31,6 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import RoundResult
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.names import SHARED, VectorName, by_form
 from spes_p2p.swarm.records import MAX_SLOTS, Claim, Record
 from spes_p2p.swarm.roster import Member, Roster
@@ -178,7 +177,6 @@ class MemoryHub:
         result: RoundResult,
         digests: Mapping[VectorName, str],
         ends_at: float,
-        ledger: Ledger | None = None,
     ) -> Body | None:
         """Decide on a round once all members of a roster have confirmed their results; None if too few voters agree.
 
@@ -194,7 +192,7 @@ class MemoryHub:
                     previous=last.digest,
                     attempt=attempt,
                     peer_id=peer,
-                    roster=roster_digest(members, ledger),
+                    roster=roster_digest(members),
                     shared=shared,
                     slots={str(slot): each for slot, each in slots.items()},
                     kept={str(slot): each for slot, each in kept.items()},
@@ -203,7 +201,7 @@ class MemoryHub:
                 self._gave_up.add(peer)
             self._decided.add(peer)
             if members:
-                self._averaged = partial(self._certify, last, members, ends_at, ledger)
+                self._averaged = partial(self._certify, last, members, ends_at)
                 self._averaged()
             self._follow_quorum()
         shrinks_at = self.clock.now() + self._shrink_seconds
@@ -224,10 +222,10 @@ class MemoryHub:
         gone = [peer for peer in last.voters if peer in self._gone]
         return gone if len(last.voters) > len(gone) >= len(last.voters) / 2 else []
 
-    def _certify(self, last: Body, members: Sequence[MemberEntry], ends_at: float, ledger: Ledger | None) -> None:
+    def _certify(self, last: Body, members: Sequence[MemberEntry], ends_at: float) -> None:
         if not {member.peer_id for member in members} <= self._decided | self._ended:
             return
-        roster, absent = roster_digest(members, ledger), self._absent(last)
+        roster, absent = roster_digest(members), self._absent(last)
         gone = [peer for peer in last.voters if peer in self._gone]
         body = make_body(
             last,
@@ -235,7 +233,6 @@ class MemoryHub:
             [each for each in self._confirmations.values() if each.roster == roster],
             ends_at=ends_at,
             min_peers=self._min_peers,
-            ledger=ledger,
             removed=[] if absent else gone[: max_leaving(len(last.voters))],
             shrunk=absent,
         )

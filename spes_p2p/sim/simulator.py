@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
-from spes_p2p.data.shared import DealtDraws
+from spes_p2p.data.shared import SharedOrder
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
 from spes_p2p.errors import ConfigError, SimulationError
@@ -86,16 +86,8 @@ class PacedTokens:
         self._spend(tokens_BT1[:, 1:].numel())
         return tokens_BT1
 
-    def deal(self, ranges: Sequence[range]) -> None:
-        cast(DealtDraws, self._source).deal(ranges)
-
-    @property
-    def num_drawn(self) -> int:
-        return cast(DealtDraws, self._source).num_drawn
-
-    @property
-    def is_exhausted(self) -> bool:
-        return cast(DealtDraws, self._source).is_exhausted
+    def deal(self, share: range, own: str) -> None:
+        cast(SharedOrder, self._source).deal(share, own)
 
     def state_dict(self) -> dict[str, Any]:
         return self._source.state_dict()

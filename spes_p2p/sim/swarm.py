@@ -22,7 +22,6 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Record
 from spes_p2p.swarm.roster import Member
@@ -133,9 +132,8 @@ class MemorySwarm:
         result: RoundResult,
         digests: Mapping[VectorName, str],
         ends_at: float,
-        ledger: Ledger | None = None,
     ) -> Body | None:
-        return self._hub.decide(self.peer_id, *self._open, result, digests, ends_at, ledger)
+        return self._hub.decide(self.peer_id, *self._open, result, digests, ends_at)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged

@@ -29,10 +29,9 @@ from spes_p2p.config import FOUNDED, RunConfig, RunId
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.certificate import Body
+from spes_p2p.swarm.certificate import Body, shares
 from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.manifest import Manifest, pull_document
 from spes_p2p.swarm.records import Digest, ManifestRecord, Progress, Record
 
@@ -45,7 +44,7 @@ FETCH_SECONDS = 5.0
 """Time to fetch a change's document, in which this peer does not train."""
 MAX_ASKED = 16
 DEALT_ROUNDS, ROOM_ROUNDS = 6, 12
-"""Rounds' batches beyond the newest trained one that may be dealt already; and with room until the next certificate."""
+"""Rounds' batches beyond the cursor that may be dealt already; and with room until the next certificate."""
 
 CHANGEABLE = frozenset(
     {
@@ -214,12 +213,11 @@ def first_changed_tokens(old: RunConfig, new: RunConfig) -> int | None:
 
 
 def dealt_tokens(run: RunConfig, last: Body, rounds: int) -> int:
-    """Return the position, in tokens, so many rounds beyond the newest one that is trained."""
-    ledger = last.ledger or Ledger.empty()
-    paces = sum(ledger.paces(len(last.members)))
+    """Return the position, in tokens, so many rounds beyond the last body's cursor."""
+    dealt = sum(map(len, shares(last).values()))
     usual = -(-run.round_tokens // (run.train.batch_size * run.data.sequence_length))
     usual = run.round.steps * max(len(last.members), run.round.min_peers) if run.round.mode == "steps" else usual
-    return (ledger.stream.next + rounds * max(paces, usual)) * run.train.batch_size * run.data.sequence_length
+    return (last.cursor + rounds * max(dealt, usual)) * run.train.batch_size * run.data.sequence_length
 
 
 def kept_settings(manifest: Manifest, load: Callable[[str], bytes], file: Path) -> list[RunConfig]:

@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 MAX_VOTERS = 64
 MAX_MEMBERS = 1024
 MAX_ATTEMPT = 2**20
+MAX_BATCHES = 2**24
+"""Batches of shared data that a member can ask for."""
+MAX_TIMES_MEDIAN = 4
+"""Largest request for data that counts, in medians of the voters' requests."""
 MAX_BANNED = 64
 MAX_SENT = 64
 """Certificates in one message."""
@@ -40,6 +45,7 @@ FEW_VOTERS = 2
 ABSENT_ROUNDS = 3
 """Rosters in a row that a voter must have missed before the others may remove it."""
 Attempt = Annotated[int, Field(ge=0, le=MAX_ATTEMPT)]
+Batches = Annotated[int, Field(ge=0, le=MAX_BATCHES)]  # guard: batches-bounds
 Signature = Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9+/=]*$")]
 RunId = Annotated[str, Field(max_length=64)]
 
@@ -92,6 +98,8 @@ class MemberEntry(Document):
     """Slots whose groups the member was in, ascending."""
     calls_only: bool = False
     """The member opens connections but accepts none, so it proposes only if no voter accepts any."""
+    batches: Batches = 0
+    """Batches of shared data that the member asks for in the next round."""
 
 
 class SlotState(Document):
@@ -108,7 +116,7 @@ class Body(Document):
     """What a round changed. Its digest names it; signatures are no part of it, so that two collections of votes for
     one body do not fork the chain."""
 
-    protocol: Literal["c1"] = "c1"
+    protocol: Literal["c2"] = "c2"
     run: RunId
     founder: PeerId
     round: Count
@@ -131,8 +139,8 @@ class Body(Document):
     """By slot."""
     shrunk: tuple[PeerId, ...] = Field(default=(), max_length=MAX_VOTERS)
     """Voters that were absent for so long that the rest, no majority, went on without them."""
-    ledger: Ledger | None = None
-    """Which data are trained, if all peers share them; None at the run's start."""
+    cursor: Count = 0
+    """First batch of shared data that the next round's voters are dealt (`shares`)."""
     amendment: Version | None = None
     """The founder's last change to the run's settings, in force from the next round on (`swarm/amendment.py`)."""
 
@@ -204,7 +212,7 @@ class Confirmation(RoundStatement):
     kind: ClassVar[str] = "confirmation"
 
     roster: Digest
-    """`roster_digest` of the attempt's members, and of the ledger that follows from what they have trained."""
+    """`roster_digest` of the attempt's members."""
     shared: Digest
     """Digest of the version of `shared` that the member would commit."""
     slots: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
@@ -380,12 +388,22 @@ def genesis(run: str, founder: str, manifest_digest: str, num_slots: int) -> Bod
     )
 
 
-def roster_digest(members: Iterable[MemberEntry], ledger: Ledger | None = None) -> str:
-    """Return the SHA-256 of a roster, and of the ledger that its members make, in hex."""
-    lines = [member.encode() for member in members]
-    if ledger is not None:  # guard: ledger-confirmed
-        lines.append(ledger.model_dump_json().encode())
-    return hashlib.sha256(b"\n".join(lines)).hexdigest()
+def roster_digest(members: Iterable[MemberEntry]) -> str:
+    """Return the SHA-256 of a roster, in hex."""
+    return hashlib.sha256(b"\n".join(member.encode() for member in members)).hexdigest()
+
+
+def shares(body: Body) -> dict[str, range]:
+    """Return the batches of shared data that each voter trains in the round after a body.
+
+    From the body's cursor on, in the order of voters, each voter is dealt what it asked for as a member of the body's
+    round, and no batch is dealt again until the next epoch. Other peers are dealt nothing.
+    """
+    asked = {member.peer_id: member.batches for member in body.members if member.batches}
+    voters = [peer for peer in body.voters if peer in asked]
+    most = MAX_TIMES_MEDIAN * statistics.median_high(asked[peer] for peer in voters) if voters else 0
+    ends = list(accumulate((min(asked[peer], most) for peer in voters), initial=body.cursor))  # guard: share-cap
+    return {peer: range(*ends[at : at + 2]) for at, peer in enumerate(voters)}
 
 
 def decide_slots(
@@ -471,7 +489,6 @@ def make_body(
     *,
     ends_at: float,
     min_peers: int,
-    ledger: Ledger | None = None,
     amendment: Version | None = None,
     removed: Collection[str] = (),
     guilty: Collection[str] = (),
@@ -502,7 +519,7 @@ def make_body(
         shared=digest,
         slots=decide_slots(last, members, confirmations),
         shrunk=tuple(shrunk),
-        ledger=ledger,
+        cursor=last.cursor + sum(map(len, shares(last).values())),
         amendment=amendment or last.amendment,
     )
 

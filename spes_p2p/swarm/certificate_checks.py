@@ -39,7 +39,7 @@ def check_body(proposal: Proposal, last: Body, min_peers: int) -> str:
         return reason
     if len(strangers(last, ids)) > max_strangers(len(last.voters)) and last.round:  # guard: few-strangers
         return f"its roster has {len(strangers(last, ids))} strangers"
-    roster, listed = roster_digest(body.members, body.ledger), set(ids)
+    roster, listed = roster_digest(body.members), set(ids)
     if len({each.peer_id for each in confirmations}) < len(confirmations) or any(
         each.previous != last.digest or each.roster != roster or each.peer_id not in listed for each in confirmations
     ):
@@ -53,7 +53,6 @@ def check_body(proposal: Proposal, last: Body, min_peers: int) -> str:
         confirmations,
         ends_at=body.ends_at,
         min_peers=min_peers,
-        ledger=body.ledger,  # of which the confirmations' roster has the digest
         amendment=body.amendment,
         removed=removed,
         guilty=guilty_voters(proposal.proofs, last),

@@ -45,7 +45,6 @@ from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile, Publ
 from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.p2p.identity import IdentityKeys, peer_id_of
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import PROTOCOL
@@ -296,7 +295,6 @@ class Consensus:
         ends_at: float,
         shared: str,
         slots: Mapping[int, str],
-        ledger: Ledger | None = None,
         kept: Mapping[int, str] | None = None,
         *,
         on_wait: Callable[[], object] = lambda: None,
@@ -310,7 +308,6 @@ class Consensus:
             ends_at: DHT time at which the next round's training should end.
             shared: Digest of `shared`; empty if this peer has no result.
             slots: Digests of its slots.
-            ledger: Which data are trained after the round, if peers share them.
             kept: Digests of the kept forms of these slots, where slots have such.
             on_wait: Called every few seconds meanwhile.
 
@@ -319,7 +316,7 @@ class Consensus:
         """
         with self._changed:
             if self._decider.chain.last.digest == last.digest:
-                self._decider.averaged(attempt, members, ends_at, shared, slots, ledger, kept)
+                self._decider.averaged(attempt, members, ends_at, shared, slots, kept)
         while not self._is_over(last, attempt, WAIT_SECONDS):
             on_wait()
         with self._changed:

@@ -43,7 +43,6 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.certificate_checks import newest_amendment, newest_voted
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.votes import WATCHED_ROUNDS, Ballot, Network, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,6 @@ class Decider:
         last = self.chain.last
         self.attempt = attempt
         self._members: tuple[MemberEntry, ...] = ()
-        self._ledger: Ledger | None = None
         self._ends_at = 0.0
         self._own: Confirmation | None = None
         self._confirmations: dict[str, Confirmation] = {}
@@ -200,7 +198,6 @@ class Decider:
         ends_at: float,
         shared: str = "",
         slots: Mapping[int, str] | None = None,
-        ledger: Ledger | None = None,
         kept: Mapping[int, str] | None = None,
     ) -> None:
         """Take this peer's results of an attempt.
@@ -212,14 +209,12 @@ class Decider:
             shared: Digest of the version of `shared` that this peer would commit; empty if its averaging failed, so
                 that it gives the attempt up at once.
             slots: The same for its slots.
-            ledger: Which data are trained after the round, if peers share them.
             kept: Digests of the kept forms of these slots, where slots have such.
         """
         last = self.chain.last
         if attempt != self.attempt:
             return
         self._members = tuple(members)
-        self._ledger = ledger
         self._ends_at = ends_at
         if not shared:
             self._give_up()
@@ -230,7 +225,7 @@ class Decider:
             previous=last.digest,
             attempt=attempt,
             peer_id=self._keys.peer_id,
-            roster=roster_digest(members, ledger),
+            roster=roster_digest(members),
             shared=shared,
             slots={str(slot): digest for slot, digest in (slots or {}).items()},
             amendment=newest_amendment([self.amendment], last),
@@ -268,7 +263,7 @@ class Decider:
 
     def _of_roster(self) -> list[Confirmation]:
         """Return the members' confirmations of the roster."""
-        roster = roster_digest(self._members, self._ledger)
+        roster = roster_digest(self._members)
         made = (self._confirmations.get(member.peer_id) for member in self._members)
         return [each for each in made if each is not None and each.roster == roster]
 
@@ -290,7 +285,6 @@ class Decider:
             confirmations,
             ends_at=self._ends_at,
             min_peers=self._rules.min_peers,
-            ledger=self._ledger,
             amendment=amendment if is_read else None,
             removed=removed,
             guilty=guilty,

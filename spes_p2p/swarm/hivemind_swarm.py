@@ -27,7 +27,6 @@ from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import CodecKind, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, AnyName, VectorName, by_form, slot_ranges
 from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
@@ -350,7 +349,6 @@ class HivemindSwarm:
         result: RoundResult,
         digests: Mapping[VectorName, str],
         ends_at: float,
-        ledger: Ledger | None = None,
     ) -> Body | None:
         last, attempt = self._open
         shared, slots, kept = by_form(digests)
@@ -359,7 +357,7 @@ class HivemindSwarm:
             self._membership.say_if_lost,
             *(last.round, self.consensus.known(), time.monotonic(), self._rounds.shrink_seconds),
         )
-        return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, ledger, kept, on_wait=say_if_lost)
+        return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, kept, on_wait=say_if_lost)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged

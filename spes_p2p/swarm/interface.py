@@ -11,7 +11,6 @@ from torch import Tensor
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.records import Archived, Metrics, Record
 from spes_p2p.swarm.roster import Member, Roster
@@ -102,13 +101,7 @@ class Swarm(Protocol):
             closes_from: DHT time from which the roster may be closed without the rest.
         """
 
-    def decide(
-        self,
-        result: RoundResult,
-        digests: Mapping[VectorName, str],
-        ends_at: float,
-        ledger: Ledger | None = None,
-    ) -> Body | None:
+    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
         """Confirm what this peer would commit, and wait until the round is decided.
 
         Args:
@@ -116,7 +109,6 @@ class Swarm(Protocol):
             digests: Digests of the versions that follow from its means, and of their kept forms; empty if it brought
                 none of `shared`.
             ends_at: DHT time at which the next round's training should end.
-            ledger: Which data are trained after the round, if peers share them.
 
         Returns:
             The body of the round's certificate; None if another attempt at the round has begun.

@@ -18,9 +18,8 @@ from pydantic import Field, ValidationError, field_validator
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.certificate import Body, MemberEntry, max_strangers, strangers
+from spes_p2p.swarm.certificate import Batches, Body, MemberEntry, max_strangers, strangers
 from spes_p2p.swarm.invites import ShownInvite
-from spes_p2p.swarm.ledger import MAX_SPARES
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
@@ -52,10 +51,8 @@ class Member(Strict):
     """Tokens trained since then, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots that the member brings deltas of."""
-    drawn: Count = 0
-    """Batches of shared data that it has trained since then, from the beginning of its range on."""
-    spare: Annotated[int, Field(ge=0, lt=MAX_SPARES)] | None = None
-    """The spare range that they are of, for a member that was on no roster from which ranges were dealt."""
+    batches: Batches = 0
+    """Batches of shared data that it asks for in the next round."""
     starts: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], Start] = Field(
         default={},
         max_length=129,  # guard: anchor-name
@@ -120,9 +117,6 @@ class Roster(tuple[Member, ...]):
     def __new__(cls, members: Iterable[Member] = (), last: Body | None = None) -> Roster:
         roster = super().__new__(cls, members)
         roster.last = last
-        if doubled := roster._doubled:
-            members = (each.model_copy(update={"tokens": 0}) if each.peer_id in doubled else each for each in roster)
-            return cls(members, last)
         return roster
 
     @property
@@ -175,6 +169,7 @@ class Roster(tuple[Member, ...]):
                 tokens=members[peer].tokens,
                 slots=tuple(sorted(held[peer])),
                 calls_only=members[peer].calls_only,
+                batches=members[peer].batches,
             )
             for peer in self.groups[SHARED]
         )
@@ -300,20 +295,6 @@ class Roster(tuple[Member, ...]):
             for member in self
             if member.peer_id not in out and (last is None or member.previous == last.digest)  # guard: certified-start
         ]
-
-    @property
-    def _doubled(self) -> set[str]:
-        """Members that have trained one spare range of data with another, which has a smaller id.
-
-        No mean contains their work, otherwise these data would count twice.
-        """
-        if all(member.spare is None for member in self):
-            return set()
-        taking = sorted(
-            (member.spare, member.peer_id) for member in self._current if member.spare is not None and member.tokens
-        )
-        first = dict(reversed(taking))
-        return {peer for spare, peer in taking if first[spare] != peer}  # guard: doubled-data
 
 
 def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.mixture import MixedSource
+from spes_p2p.data.shared import SharedOrder
 from spes_p2p.errors import AbsentError, DataError
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
@@ -23,7 +24,7 @@ from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.controls import Controls, Decision, Intent, decide
-from spes_p2p.training.dealer import Draws
+from spes_p2p.training.dealer import deal
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.process_group import ProcessGroup, give_back_freed
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
@@ -74,10 +75,10 @@ class TrainingLoop:
         self._checkpointer = Checkpointer(checkpoint, trainer, group, sync)
         self._controls = controls
         self._on_round: Callable[[Metrics], None] | None = None
-        self._draws = Draws(run, trainer.data, group, sync.dealer if sync is not None else None)
         self._round = 0
         self._total_tokens = 0
         self._tokens_per_second = self._places_per_second = 0.0
+        self._share = range(0)  # of shared data
         self._round_started = 0.0  # DHT time
         self._round_ends = 0.0  # DHT time
         self._last_report = self._trainer.clock()
@@ -186,7 +187,7 @@ class TrainingLoop:
         began, tokens, weighted_loss, steps, finite_steps = self._trainer.clock(), 0, 0.0, 0, 0
         self._round_started = self._now()
         self.begun_rounds += 1
-        self._draws.deal(self._round + 1)
+        self._deal()
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
             act = self._act(done, steps)
             if act in ("stand aside", "end"):
@@ -196,9 +197,6 @@ class TrainingLoop:
                 break
             if act == "wait":
                 continue
-            if self._draws.are_exhausted:
-                self._await_end()
-                break
             began_step = self._trainer.clock()
             step = self._trainer.step(*self._rates(self._round + min(done, 1.0)))
             self._step_seconds = self._trainer.clock() - began_step
@@ -216,7 +214,16 @@ class TrainingLoop:
         self._total_tokens += tokens
         if steps:
             self._count_attempt(finite_steps, steps)
-        return self._work(tokens, weighted_loss, seconds, self._tokens_per_second if steps else 0.0)
+        if self._run.data.is_shared:
+            words = "round %d: trained %d batches, %d of them from its share, which begins at batch %d"
+            log.info(words, self._round + 1, steps, min(steps, len(self._share)), self._share.start)
+        return self._work(tokens, weighted_loss, seconds, steps)
+
+    def _deal(self) -> None:
+        """Draw this peer's share of shared data from now on, and then in an order of its own; on all ranks."""
+        if self._run.data.is_shared:
+            self._share, own = self._group.from_leader(lambda: deal(cast(Synchroniser, self._sync).swarm, self._round))
+            cast(SharedOrder, self._trainer.data).deal(self._share, own)
 
     def _count_attempt(self, finite_steps: int, steps: int) -> None:
         """Count the attempts in a row without a finite step, which repeat one round; end this peer after some."""
@@ -227,14 +234,14 @@ class TrainingLoop:
         if self._num_fruitless:
             log.warning("%s; going on from the swarm's versions; %s", fault, REMEDY)
 
-    def _work(self, tokens: int, weighted_loss: float, seconds: float, speed: float) -> RoundWork:
+    def _work(self, tokens: int, weighted_loss: float, seconds: float, steps: int) -> RoundWork:
         """Return what was trained, at what speed, and start the counters again."""
         give_back_freed()  # gradients and activations: the round's vectors take as much
         work = RoundWork(
             vectors=self._vectors(),
             tokens=tokens,
-            tokens_per_second=speed,
-            places_per_second=self._places_per_second if speed else 0.0,
+            tokens_per_second=self._tokens_per_second if steps else 0.0,
+            places_per_second=self._places_per_second if steps else 0.0,
             seconds=seconds,
             moments=self._moments(),
             routed=self._trainer.routed_tokens(),
@@ -242,8 +249,7 @@ class TrainingLoop:
             steps=self._trainer.steps,
             total_tokens=self._total_tokens,
             data=self._trainer.data.state_dict(),
-            dealt=self._draws.dealt,
-            drawn=self._draws.num_drawn,
+            batches=steps,
         )
         self.brought_steps = self._trainer.steps
         self._halted_seconds = 0.0
@@ -270,17 +276,6 @@ class TrainingLoop:
         kinds = run.kept_moments("slot")
         names = trainer.names[1:] if self._group.is_leader and kinds else ()
         return StoredVectors(names, lambda name: trainer.moments(name, kinds))
-
-    def _await_end(self) -> None:
-        """Wait for the round's end, where it has a time that is known: no data are left to this peer until then."""
-
-        def of_leader() -> bool:
-            assert self._sync is not None
-            log.info("round %d: all batches that were dealt to this peer are trained", self._round + 1)
-            return self._sync.swarm.wait(max(0.0, self._round_ends - self._now()))
-
-        if self._run.round.mode == "tokens":
-            self._group.from_leader(of_leader)
 
     # ------------------------------------------------------------------ the owner's controls
 

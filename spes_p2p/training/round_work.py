@@ -14,33 +14,6 @@ from spes_p2p.swarm.names import VectorName
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """The batches of shared data that a peer may train in a round.
-
-    Attributes:
-        round: The round.
-        source: Digest of the body that it was dealt from.
-        ranges: The batches, in the order in which they are trained.
-        spare: The spare range that they are; None if they are this peer's own.
-    """
-
-    round: int
-    source: str
-    ranges: tuple[range, ...]
-    spare: int | None
-
-    def words(self, drawn: int) -> str:
-        """Return the first batches, as they are logged: first and last of each range."""
-        words = []
-        for each in self.ranges:
-            some = each[:drawn]
-            drawn -= len(some)
-            if some:
-                words.append(f"{some[0]}-{some[-1]}")
-        return ", ".join(words) or "none"
-
-
-@dataclass(frozen=True)
 class RoundWork:
     """Local training since the anchors.
 
@@ -57,8 +30,7 @@ class RoundWork:
         steps: Local steps since this peer joined.
         total_tokens: Tokens trained since this peer joined.
         data: State of the token source.
-        dealt: The range of shared data that was trained; None if peers do not share data.
-        drawn: Batches of it that were trained.
+        batches: Batches trained.
     """
 
     vectors: Mapping[VectorName, Tensor]
@@ -72,8 +44,7 @@ class RoundWork:
     steps: int = 0
     total_tokens: int = 0
     data: Mapping[str, Any] = field(default_factory=dict)
-    dealt: Dealt | None = None
-    drawn: int = 0
+    batches: int = 0
 
 
 class StoredVectors(Mapping[VectorName, Tensor]):

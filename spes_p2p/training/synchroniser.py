@@ -22,7 +22,7 @@ from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member
 from spes_p2p.training.anchors import Anchors, merge_shifts
-from spes_p2p.training.dealer import Dealer
+from spes_p2p.training.dealer import batches_to_ask
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors, SyncStats
 from spes_p2p.training.slots import HeldSlots, active_of
 
@@ -96,8 +96,6 @@ class Synchroniser:
         self._synced = deque[float](maxlen=3)
         """Seconds of the last synchronisations."""
         self._expected_since = 0.0
-        self.dealer = Dealer(swarm, run, held) if run.data.is_shared else None
-        """Deals the data, if peers share them."""
 
     # ------------------------------------------------------------------ joining
 
@@ -324,8 +322,7 @@ class Synchroniser:
             if has_met and not any(member.tokens for member in (*result.roster, contribution.member)):
                 return result, Staged(), None  # they meet to agree when their first round ends
             tried.append((result, self._stage(result)))
-            ledger = self.dealer.ledger(result.roster) if self.dealer is not None else None
-            body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result, self.round + 2), ledger)
+            body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result, self.round + 2))
             closes_from = self.swarm.now()
         shared = body.shared if body is not None else ""
         decided = [each for each in tried if each[1].digests.get(SHARED) == shared]
@@ -405,6 +402,7 @@ class Synchroniser:
             previous=last.digest,
             tokens=clamp_tokens(work.tokens, work.tokens_per_second, work.seconds),
             slots=tuple(slot for slot in self.held.slots if VectorName.of_slot(slot) in usable),
+            batches=batches_to_ask(self._run, self.round + 1, work.batches),
             starts=dict(self.held.starts()),
             tokens_per_second=work.places_per_second if self._run.round.samples else work.tokens_per_second,
             ready_at=began,
@@ -415,9 +413,6 @@ class Synchroniser:
         own = work.vectors or StoredVectors(self.anchors.names, self.anchors.weights)
         overwrites = bool(work.vectors)
         moments = work.moments if self.anchors.averages_moments(self.round + 1) else {}
-        if self.dealer is not None:
-            said = self.dealer.said(self.round + 1, member.tokens, work.dealt, work.drawn)
-            member = member.model_copy(update=said)
 
         def delta(name: VectorName) -> Tensor:
             vector, round = own[name], self.round + 1

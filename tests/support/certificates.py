@@ -25,7 +25,6 @@ from spes_p2p.swarm.certificate import (
     vote_for,
 )
 from spes_p2p.swarm.certificate_checks import guilty_voters
-from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.votes import Ballot, Own, Rules, Voter
 
@@ -76,8 +75,6 @@ class Round:
     """Members; the voters by default."""
     keys: dict[str, Keys] = field(default_factory=dict)
     """HMAC keys by default."""
-    ledger: Ledger | None = None
-    """What the members have trained of shared data."""
 
     def __post_init__(self) -> None:
         self.members = tuple(
@@ -97,7 +94,7 @@ class Round:
             "previous": self.last.digest,
             "attempt": attempt,
             "peer_id": peer,
-            "roster": roster_digest(self.members, self.ledger),
+            "roster": roster_digest(self.members),
             "shared": digest("shared"),
             "slots": {"0": digest("new 0"), "1": digest("new 1")},
         }
@@ -110,7 +107,7 @@ class Round:
         confirmations = self.confirmations() if confirmations is None else confirmations
         made = make_body(
             *(self.last, self.members, confirmations),
-            **{"ends_at": 2100.0, "min_peers": MIN_PEERS, "ledger": self.ledger} | changes,
+            **{"ends_at": 2100.0, "min_peers": MIN_PEERS} | changes,
         )
         assert made is not None
         return made

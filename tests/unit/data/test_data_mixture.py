@@ -110,12 +110,12 @@ def test_a_mixed_source_trains_each_window_once_an_epoch_of_its_source_and_the_g
     data = mixture([3], [1])
     made = {name: source_of(name, size) for name, size in sizes.items()}
     mixed = MixedSource(made, data)
-    mixed.deal([range(0, 300)])
+    mixed.deal(range(0, 300), "peer:1")
     seen = {name: Counter[tuple[int, int]]() for name in sizes}
-    while not mixed.is_exhausted:
-        draw = mixed.num_drawn
+    schedule = MixtureSchedule(data)
+    for draw in range(300):
         batch = mixed.next_batch(BATCH)
-        which, numbers = mixed.of_draw(draw, BATCH)
+        which, numbers = schedule(np.arange(draw * BATCH, (draw + 1) * BATCH))
         for row, source, number in zip(batch[:, 0].tolist(), which.tolist(), numbers.tolist(), strict=True):
             name = "ab"[source]
             assert made[name].places(np.array([number])).tolist() == [row // T], (
@@ -128,6 +128,9 @@ def test_a_mixed_source_trains_each_window_once_an_epoch_of_its_source_and_the_g
         by_epoch = Counter(epoch for epoch, _ in seen[name])
         done = [epoch for epoch, count in by_epoch.items() if count == size - probes]
         assert len(done) >= len(by_epoch) - 2, "all windows of an epoch, of those that are not under way"
+    which, numbers = schedule(np.arange(300 * BATCH, 301 * BATCH))
+    own = [made["ab"[at]].places(np.array([each]), "peer:1")[0] for at, each in zip(which, numbers, strict=True)]
+    assert (mixed.next_batch(BATCH)[:, 0] // T).tolist() == own, "behind its share, by the same weights"
     assert len({window for _, window in seen["a"]}) == sizes["a"] - probes
 
 
@@ -229,7 +232,7 @@ def test_peers_draw_the_same_from_the_files_of_all_sources_whatever_their_seed(t
     tokenizer = resolve_tokenizer(data, [], tmp_path)
     sources = [train_sources(data, tokenizer, paths=[], cache=tmp_path)(seed) for seed in (1, 2)]
     for source in sources:
-        source.deal([range(3, 9)])
+        source.deal(range(3, 9), "")
     batches = [[source.next_batch(8).tolist() for _ in range(6)] for source in sources]
     assert batches[0] == batches[1]
     rows = {tuple(row) for batch in batches[0] for row in batch}

@@ -77,7 +77,7 @@ def test_each_window_is_drawn_once_an_epoch_and_those_of_the_loss_gate_never(num
     per_epoch = num_windows - probe_sequences(T)
     probes = windows_in(public_text(lambda seed: source_of(num_windows), T))
     assert len(set(probes)) == probe_sequences(T) == 4
-    drawn = [window for draw in range(3 * per_epoch) for window in source.indices(draw, BATCH).tolist()]
+    drawn = source.places(np.arange(3 * per_epoch * BATCH)).tolist()
     epochs = [drawn[start : start + per_epoch] for start in range(0, len(drawn), per_epoch)]
     assert len(epochs) == 3 * BATCH
     for epoch in epochs:
@@ -85,17 +85,21 @@ def test_each_window_is_drawn_once_an_epoch_and_those_of_the_loss_gate_never(num
     assert len(set(map(tuple, epochs))) == len(epochs), "each epoch has an order of its own"
 
 
-def test_a_source_draws_what_was_dealt_and_no_more():
-    source = source_of(100)
-    source.deal([range(7, 5, -1), range(20, 21)])
-    found = []
-    while not source.is_exhausted:
-        found.append(windows_in(source.next_batch(BATCH)))
-    assert found == [source.indices(draw, BATCH).tolist() for draw in (7, 6, 20)] and source.num_drawn == 3
-    with pytest.raises(AssertionError):
-        source.next_batch(BATCH)
-    source.deal([range(7, 8)])
-    assert source.num_drawn == 0 and windows_in(source.next_batch(BATCH)) == found[0]
+def test_a_source_draws_its_share_and_then_the_same_windows_in_an_order_of_its_own():
+    source, per_epoch = source_of(60), 60 - probe_sequences(T)
+    source.deal(range(7, 9), "peer:1")
+    share = windows_in(source.next_batch(BATCH)) + windows_in(source.next_batch(BATCH))
+    assert share == source.places(np.arange(28, 36)).tolist()
+    source.deal(range(0), "peer:1")
+    own = [window for _ in range(per_epoch) for window in windows_in(source.next_batch(BATCH))]
+    common = source.places(np.arange(len(own))).tolist()
+    epochs = [(own[at : at + per_epoch], common[at : at + per_epoch]) for at in range(0, len(own), per_epoch)]
+    assert all(sorted(one) == sorted(other) and one != other for one, other in epochs), "each once an epoch"
+    source.deal(range(0, 1), "peer:1")
+    assert windows_in(source.next_batch(BATCH)) == common[:BATCH], "a deal begins anew"
+    assert windows_in(source.next_batch(BATCH)) == own[BATCH : 2 * BATCH], "behind its share"
+    source.deal(range(0), "peer:2")
+    assert windows_in(source.next_batch(BATCH)) != own[:BATCH], "each order has another name"
 
 
 def test_before_a_deal_it_gives_what_the_loss_gate_measures():
@@ -104,7 +108,6 @@ def test_before_a_deal_it_gives_what_the_loss_gate_measures():
     probes = windows_in(public_text(lambda seed: source_of(100), T))
     for _ in range(3):
         assert set(windows_in(source.next_batch(BATCH))) <= set(probes)
-    assert source.num_drawn == 0 and not source.is_exhausted
 
 
 def test_a_resumed_source_must_have_the_same_data():
@@ -129,7 +132,7 @@ def test_runs_with_a_fingerprint_draw_in_one_order_whatever_the_peers_seed(tmp_p
     more = {"paths": [], "cache": tmp_path}
     sources = [train_sources(data, tokenizer, **more)(seed) for seed in (1, 2)]
     for source in sources:
-        source.deal([range(3, 5)])
+        source.deal(range(3, 5), "")
     assert sources[0].next_batch(5).tolist() == sources[1].next_batch(5).tolist()
     own = [train_sources(DataConfig(**common), tokenizer, **more)(seed) for seed in (1, 2)]
     assert own[0].next_batch(5).tolist() != own[1].next_batch(5).tolist()

@@ -31,7 +31,6 @@ from spes_p2p.swarm.amendment import (
 from spes_p2p.swarm.certificate import Body, Confirmation, genesis
 from spes_p2p.swarm.certificate_checks import check_amendment, check_body, check_proposal, newest_amendment
 from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
-from spes_p2p.swarm.ledger import Ledger, Stream
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Progress
@@ -149,9 +148,8 @@ def test_what_contradicts_itself_is_refused() -> None:
 # ---------------------------------------------------------------------- when
 
 
-def at_round(number: int, next: int = 0) -> Body:
-    ledger = Ledger(stream=Stream(next=next)) if next else None
-    return last_body().model_copy(update={"round": number, "ledger": ledger})
+def at_round(number: int, cursor: int = 0) -> Body:
+    return last_body().model_copy(update={"round": number, "cursor": cursor})
 
 
 def test_a_run_cannot_end_in_the_past() -> None:

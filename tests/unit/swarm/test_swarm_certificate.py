@@ -2,8 +2,10 @@
 
 import json
 import random
+import statistics
 import tracemalloc
 import zlib
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.certificate import (
     CONFIRMED_ROUNDS,
     MAX_BANNED,
+    MAX_BATCHES,
     MAX_VOTERS,
     Body,
     Certificate,
@@ -31,6 +34,7 @@ from spes_p2p.swarm.certificate import (
     next_voters,
     preferred,
     required_votes,
+    shares,
     strangers,
 )
 from spes_p2p.swarm.certificate_checks import (
@@ -42,16 +46,12 @@ from spes_p2p.swarm.certificate_checks import (
     newest_voted,
 )
 from spes_p2p.swarm.consensus import MAX_MESSAGE_BYTES, Envelope, _common, encoded
-from spes_p2p.swarm.ledger import Ledger, Stream, without
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys, hashed_peer_id
 from tests.support.certificates import MIN_PEERS, PEERS, Round, changed, digest, last_body
 
 VOTERS = PEERS[:5]
 NEW = PEERS[50:]
 KEYS = Round().key(VOTERS[0])
-
-
-LEDGER = Ledger(stream=without(Stream(), [(0, 3), (5, 9)]))
 
 
 def fault(round: Round, proposal) -> str:
@@ -371,20 +371,40 @@ def test_a_body_has_a_voter():
     assert "does not follow" in fault(round, round.propose(body=lied, goodbyes=(round.goodbye(PEERS[0]),)))
 
 
-def test_a_proposer_cannot_change_what_the_members_have_trained():
-    """The members confirm the ledger with their roster, so a body with another one has no confirmation."""
-    round = Round(ledger=LEDGER)
-    assert not fault(round, round.propose()) and round.body().ledger == LEDGER
-    other = LEDGER.model_copy(update={"stream": Stream(next=10)})
-    for ledger in (other, None):
-        assert "not of its roster" in fault(round, round.propose(body=round.body(ledger=ledger)))
+# ---------------------------------------------------------------------- shared data
 
 
-def test_a_body_without_shared_data_has_the_digest_that_it_had_before_there_were_ledgers():
-    body = Round().body()
-    assert b"ledger" not in body.encode() and Body.model_validate_json(body.encode()) == body
-    shared = Round(ledger=LEDGER).body()
-    assert shared.digest != body.digest and Body.model_validate_json(shared.encode()) == shared
+def asking(*batches: int, voters: Sequence[str] = VOTERS, cursor: int = 100) -> Body:
+    """Return a body whose members, the first peers, ask for so many batches."""
+    members = [MemberEntry(peer_id=peer, tokens=1, batches=each) for peer, each in zip(PEERS, batches, strict=False)]
+    return last_body(voters, members=tuple(members), cursor=cursor)
+
+
+@given(st.lists(st.integers(0, 300), max_size=12), st.permutations(PEERS[:9]))
+def test_voters_are_dealt_what_they_ask_for_from_the_cursor_on_and_nobody_else_is(batches, voters):
+    body = asking(*batches, voters=voters)
+    dealt = shares(body)
+    asked = {peer: each for peer, each in zip(PEERS, batches, strict=False) if each and peer in voters}
+    assert list(dealt) == [peer for peer in voters if peer in asked], "in the order of voters"
+    most = 4 * statistics.median_high(asked.values()) if asked else 0
+    assert {peer: len(share) for peer, share in dealt.items()} == {p: min(n, most) for p, n in asked.items()}
+    numbers = [number for share in dealt.values() for number in share]
+    round = Round(body)
+    assert numbers == list(range(100, round.body().cursor)), "none twice, and the cursor moves past what was dealt"
+
+
+def test_a_voter_that_asks_for_too_much_is_dealt_four_times_the_median():
+    """Otherwise one liar skips an epoch of data."""
+    assert [len(share) for share in shares(asking(40, 50, MAX_BATCHES, 30, 50)).values()] == [40, 50, 200, 30, 50]
+
+
+def test_a_proposer_changes_neither_the_cursor_nor_what_members_ask_for():
+    round = Round(asking(40, 40, 40))
+    assert not fault(round, round.propose()) and round.body().cursor == 220
+    lied = changed(round.body(), cursor=10**6)
+    assert "does not follow" in fault(round, round.propose(body=lied))
+    members = tuple(member.model_copy(update={"batches": 80}) for member in round.members)
+    assert "not of its roster" in fault(round, round.propose(body=changed(round.body(), members=members)))
 
 
 # ---------------------------------------------------------------------- what must not be certified

@@ -76,17 +76,6 @@ def test_a_roster_has_only_a_few_members_that_no_certificate_knows():
     assert any(left_out(8, round=round) != out for round in range(10, 20))
 
 
-def test_of_members_that_have_trained_one_spare_range_only_the_smallest_id_counts():
-    """Otherwise the mean would contain these data twice."""
-    roster = roster_of(member(2, spare=0), member(1, spare=0), member(0), member(3, spare=1), member(4))
-    assert {each.peer_id: each.tokens for each in roster} == dict(zip(PEERS[:5], [100, 100, 0, 100, 100], strict=True))
-    assert [entry.tokens for entry in roster.entries] == [100, 100, 0, 100, 100]
-    behind = roster_of(member(0, spare=0, previous="0" * 64), member(1, spare=0))
-    assert [entry.tokens for entry in behind.entries] == [100], "nor one that no roster takes"
-    idle = roster_of(member(0, spare=0, tokens=0), member(1, spare=0))
-    assert [entry.tokens for entry in idle.entries] == [0, 100], "a member that has trained nothing takes none"
-
-
 def test_before_the_first_certificate_no_member_is_left_out_as_unknown():
     assert left_out(8, round=0) == set()
 

@@ -1,55 +1,36 @@
-"""Which range of shared data a peer takes, and when its draws count."""
+"""How much shared data a peer asks for, and what it trains beside its share."""
 
 from __future__ import annotations
 
-import pytest
-from virtual import VirtualPeer, certify, peer_id, tiny_run
+from virtual import certify, peer_id, tiny_run
 
 from spes_p2p.config import DataConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.training.dealer import Dealer, deal_rules
+from spes_p2p.training.dealer import batches_to_ask, deal
 
 SHARED_DATA = DataConfig(source="files", fingerprint="0" * 64, sequence_length=16, vocab_size=64)
 
 
-def dealers(num_peers: int, **changes) -> tuple[MemoryHub, list[Dealer], list[VirtualPeer]]:
-    run = tiny_run(**changes)
+def run_of(**rounds):
+    run = tiny_run()
+    return run.model_copy(update={"data": SHARED_DATA, "round": run.round.model_copy(update=rounds)})
+
+
+def test_a_peer_asks_for_the_rounds_steps_or_for_a_quarter_more_than_it_has_trained():
+    by_steps, by_time = run_of(mode="steps", steps=5), run_of(mode="tokens")
+    assert [batches_to_ask(by_steps, 1, trained) for trained in (0, 3, 5)] == [0, 5, 5]
+    assert [batches_to_ask(by_time, 1, trained) for trained in (0, 1, 40, 41)] == [0, 1, 50, 51]
+    assert batches_to_ask(tiny_run(), 1, 40) == 0, "its data are its own"
+    growing = run_of(mode="tokens", growing=2)
+    assert [batches_to_ask(growing, round, 4) for round in (1, 2, 3)] == [50, 50, 5], "rounds grow tenfold"
+
+
+def test_a_peer_without_a_share_reads_from_the_cursor_on_in_an_order_of_its_own_and_the_rounds():
     hub = MemoryHub("run", num_slots=4)
-    peers: list[VirtualPeer] = []
-    shared = run.model_copy(update={"data": SHARED_DATA})
-    for index in range(num_peers):
-        hub.clock.advance(1.0)
-        peers.append(VirtualPeer(run, MemorySwarm(hub, peer_id(index)), index=index, max_slots=2))
-        peers[-1].sync.held.announce("active")
-    return hub, [Dealer(peer.swarm, shared, peer.sync.held) for peer in peers], peers
-
-
-def test_peers_without_a_range_take_spare_ones_in_the_order_in_which_they_came():
-    _, found, _ = dealers(4)
-    dealt = [dealer.deal(1) for dealer in found]
-    assert [each.spare for each in dealt] == [0, 1, 2, 3]
-    draws = [draw for each in dealt for range in each.ranges for draw in range]
-    assert len(draws) == len(set(draws)) == 4 * tiny_run().round.steps
-
-
-def test_draws_of_a_branch_that_this_peer_has_left_do_not_count():
-    hub, (dealer, *_), _ = dealers(2)
+    one, other = (MemorySwarm(hub, peer_id(index)) for index in range(2))
     certify(hub, 1)
-    dealt = dealer.deal(2)
-    assert dealer.said(2, 100, dealt, 3) == {"tokens": 100, "drawn": 3, "spare": dealt.spare}
-    assert dealer.said(3, 100, dealt, 3) == {"tokens": 0}, "of another round"
-    assert dealer.said(2, 100, None, 0) == {"tokens": 0}, "of no range"
-    hub.bodies.pop()
-    certify(hub, 1, ends_at=77.0)
-    assert dealer.said(2, 100, dealt, 3) == {"tokens": 0}
-
-
-def test_a_round_by_steps_deals_exactly_its_steps_and_one_by_time_a_whole_round():
-    run = tiny_run().model_copy(update={"data": SHARED_DATA})
-    assert deal_rules(run, 1).usual == run.round.steps and deal_rules(run, 1).is_exact
-    by_time = run.model_copy(update={"round": run.round.model_copy(update={"mode": "tokens", "tokens": 64_001})})
-    assert deal_rules(by_time, 1).usual == 1001
-    assert deal_rules(by_time, 2).growth == 1.0
-    growing = by_time.model_copy(update={"round": by_time.round.model_copy(update={"growing": 2})})
-    assert [deal_rules(growing, round).growth for round in (1, 2, 3, 4)] == pytest.approx([1, 10, 10, 1])
+    hub.bodies[-1] = hub.bodies[-1].model_copy(update={"cursor": 7})
+    assert deal(one, 1)[0] == range(7, 7)
+    assert len({deal(swarm, round)[1] for swarm in (one, other) for round in (0, 1)}) == 4
+    assert deal(one, 1) == deal(one, 1), "a round that failed begins again"
