@@ -157,13 +157,10 @@ class Peer:
         return time.process_time() - began
 
     def _publish(self) -> None:
-        """Make a round's versions: of everything held and its moments, and of the others' slots."""
+        """Make a round's versions: of everything held, and of the others' slots."""
         sizes = self._sizes.bundle_numel()
         slots = [VectorName.of_slot(slot) for slot in range(self._run.model.num_experts)]
         numels = {SHARED: sizes[SHARED], **dict.fromkeys(slots, sizes["slot"])}
-        if self._run.averages_moments:
-            numels[SHARED.moments] = sizes[SHARED.moments]
-            numels |= {VectorName(name).moments: sizes["moments-slot"] for name in slots[: self._config.max_slots]}
         items = {}
         for name, numel in numels.items():
             data = to_bytes(torch.randn(numel))

@@ -99,7 +99,7 @@ class SwarmPeer:
         node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, listen=listen)
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
         segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
-        vectors = Vectors(self._numels, segments, _advance, codecs.keyframe_rounds)
+        vectors = Vectors(self._numels, segments)
         # All rounds start from here: the benchmark averages and exchanges, and certifies nothing. The founder is a
         # member, because a group without enough voters waits for them until its time is up.
         founder = initial_peers[0].rpartition("/p2p/")[2] if initial_peers else self._swarm.peer_id
@@ -147,7 +147,7 @@ class SwarmPeer:
         for name, mean in result.means.items():
             self._anchors[name] = self._anchors[name] - mean
         self._swarm.settle(result, result.means)
-        self._swarm.publish(number + 1, self._anchors, result.encoded)
+        self._swarm.publish(number + 1, self._anchors)
         self._pull_slots(result, number + 1)
         met_at = began + result.matchmaking_seconds
         return PeerRound(result.matchmaking_seconds, met_at, averaged_at, time.monotonic())
@@ -168,22 +168,22 @@ class SwarmPeer:
     def _pull_slots(self, result: RoundResult, round: int) -> None:
         """Fetch the others' slots as `training.slots` does."""
         makers = {name: peers for name, peers in result.roster.groups.items() if name not in self._names}
-        plan = plan_fetch(self._swarm.peer_id, result.roster, makers, list(makers), {}, with_moments=False)
-        self.pull(plan.wanted, round, relays=plan.relays, uplinks=result.roster.uplinks)
+        plan = plan_fetch(self._swarm.peer_id, result.roster, makers, list(makers), {})
+        self.pull(plan.wanted, round)
 
     def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
         """Pull versions that all `peers` have, spread over them as newcomers do; return how long it took."""
         wanted = {VectorName(name): preferred(self._swarm.peer_id, name, peers) for name in names}
         return self.pull(wanted, min_round)
 
-    def pull(self, wanted: Mapping[VectorName, Sequence[str]], min_round: int, **routes: Mapping) -> float:
+    def pull(self, wanted: Mapping[VectorName, Sequence[str]], min_round: int) -> float:
         """Pull versions; return how long it took.
 
         Raises:
             ExchangeError: something could not be had.
         """
         began = time.monotonic()
-        failed = self._swarm.pull(wanted, min_round=min_round, timeout=ROUNDS.exchange_seconds, **routes)
+        failed = self._swarm.pull(wanted, min_round=min_round, timeout=ROUNDS.exchange_seconds)
         if failed:
             raise ExchangeError(f"could not pull {dict(failed)}")
         return time.monotonic() - began
@@ -211,8 +211,3 @@ def start_peer(
     arguments = (initial_peers, payload, slots, codecs or CodecConfig(), uplink_mbit)
     start = functools.partial(place.run_in, peer)
     return Actor(f"peer {peer}", SwarmPeer, folder / f"peer{peer}", place.host(peer), *arguments, start=start)
-
-
-def _advance(name: str, bundle: Tensor, mean_delta: Tensor) -> Tensor:
-    """Do with others' slots what their holders do, so that deltas can stand for them."""
-    return bundle - mean_delta

@@ -122,8 +122,7 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
             try:
                 view = fold(view, look(swarm).of(swarm.known()))
                 holders, peers = holders_and_peers(view)
-                seeds = {peer for serving in swarm.seeds().values() for peer in serving}
-                pull_round(swarm, run, swarm.last(), holders, sorted({*peers, *seeds}))
+                pull_round(swarm, run, swarm.last(), holders, sorted({*peers, *swarm.contacts()}))
                 return
             except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
                 if attempt == ATTEMPTS:

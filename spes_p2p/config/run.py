@@ -224,8 +224,8 @@ class RoundConfig(Frozen):
     """Time after a round's end for which the others wait where half of the voters or more have vanished; after that,
     those that are left go on without them."""
     copies: Annotated[int, Field(ge=1, le=8)] = 2
-    """Peers on which every slot's weights and moments live at least, where there are so many: what too few hold, others
-    keep, so that a slot outlives its last holder. 1 leaves it to the holders."""
+    """Peers on which every slot's weights live at least, where there are so many: what too few hold, others keep, so
+    that a slot outlives its last holder. 1 leaves it to the holders."""
 
     def share(self, round: int) -> float:
         """Return the length of the round with this number, from 1, as a share of a full round's."""
@@ -293,13 +293,11 @@ class CodecConfig(Frozen):
     shared: CodecName = "fp32"
     """Deltas of the shared parameters."""
     slots: CodecName = "fp32"
-    """Deltas of slots, averaged with other holders and published to everybody else."""
+    """Deltas of slots, averaged with other holders."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Optimizer moments, where the run averages them (`outer.moments`), and those that others keep (`round.copies`)."""
+    """Optimizer moments, where the run averages them (`outer.moments`)."""
     moments_interval: Rounds = 1
-    """Average, and publish, the moments every so many rounds."""
-    keyframe_rounds: Annotated[int, Field(ge=1, le=256)] = 8
-    """Most rounds that a peer may lag behind and still be brought up to date by deltas instead of a full copy."""
+    """Average the moments every so many rounds."""
 
 
 class MergeConfig(Frozen):
@@ -359,12 +357,9 @@ class RunConfig(Frozen):
     def averaged_moments(self, kind: str) -> tuple[str, ...]:
         """Return the averaged moments of a kind of vector, `shared` or `slot`, by torch's names, in the order in which
         they lie behind a delta."""
-        return self._moments(self.outer.moments, kind)
-
-    def kept_moments(self, kind: str) -> tuple[str, ...]:
-        """Return the moments that holders publish of this kind of vector, for peers that adopt a slot, by torch's
-        names: the averaged ones, or, where none are and others keep copies, all of the holder's own."""
-        return self.averaged_moments(kind) or self._moments("both" if self.round.copies > 1 else "local", kind)
+        kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[self.outer.moments]
+        # A slot is all matrices, of which Muon keeps one moment.
+        return kinds[:1] if self.train.optimizer == "muon" and kind == "slot" else kinds
 
     @property
     def round_tokens(self) -> int:
@@ -375,11 +370,6 @@ class RunConfig(Frozen):
     def slots_start_at_zero(self) -> bool:
         """Whether the run begins with slots of zeros: LoRA's factor B, where it alone is trained."""
         return self.adapter is not None and self.adapter.experts == "slots" and self.adapter.factors == "b"
-
-    def _moments(self, choice: Literal["both", "second", "local"], kind: str) -> tuple[str, ...]:
-        kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[choice]
-        # A slot is all matrices, of which Muon keeps one moment.
-        return kinds[:1] if self.train.optimizer == "muon" and kind == "slot" else kinds
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -481,9 +481,10 @@ def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
 
 def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setup, kept: KeptRounds) -> None:
     """Say what taking part costs this machine, before it does."""
-    num_peers = max(2, len(swarm.read(Claim)) + 1)
+    claims: Mapping[str, Claim] = swarm.read(Claim)  # type: ignore[assignment]
+    num_peers = max(2, len(claims) + 1)
     traffic = round_traffic(size, max_slots, num_peers, setup)
-    is_new = SHARED not in swarm.versions() and swarm.seeds()
+    is_new = SHARED not in swarm.versions() and any(claim.state == "active" for claim in claims.values())
     download = newcomer_bytes(size, max_slots, setup) if is_new else 0
     show_download(swarm, download)
     log.info(

@@ -28,7 +28,6 @@ class Setup:
         storage: Precision of the frozen experts.
         optimizer: Inner optimizer.
         averaged_moments: Number of its moments that are averaged with the deltas of `shared`.
-        kept_moments: Number of its moments that are published of every slot.
         copies: Fewest peers that should hold a slot.
         outer_momentum: Whether anchors have an outer momentum, which travels with them.
         codecs: Codecs of deltas and averaged moments.
@@ -49,7 +48,6 @@ class Setup:
     storage: Storage = "bf16"
     optimizer: OptimizerName = "adamw"
     averaged_moments: int = 2
-    kept_moments: int = 0
     copies: int = 1
     outer_momentum: bool = False
     codecs: CodecConfig = field(default_factory=CodecConfig)
@@ -104,7 +102,6 @@ class Setup:
             storage=machine.storage or run.frozen_storage,
             optimizer=machine.inner_optimizer or run.train.optimizer,
             averaged_moments=len(run.averaged_moments("shared")),
-            kept_moments=len(run.kept_moments("slot")),
             copies=run.round.copies,
             outer_momentum=run.outer.has_momentum,
             codecs=run.codecs,
@@ -406,12 +403,12 @@ def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
 def disk_bytes(size: ModelSize, claimed: int, num_checkpoints: int, setup: Setup) -> int:
     """Return the bytes that a peer's checkpoints and versions take at most, the newest checkpoint not yet complete.
 
-    Each has all versions in fp32, with their outer momentum; of what is trained also parameters, two moments in
-    training, two that are published, and what a lossy codec has rounded off. With kept forms it has those of all slots,
-    and versions of the slots trained and of as many for others. Beside them lies the base of adapters.
+    Each has all versions in fp32, with their outer momentum; of what is trained also parameters, two moments, and what
+    a lossy codec has rounded off. With kept forms it has those of all slots, and versions of the slots trained and of
+    as many for others. Beside them lies the base of adapters.
     """
     shared, slots = _group_vectors(size, claimed, setup)
-    state = 5 * size.trained_params(claimed) + sum(each.numel for each in (shared, slots) if not each.is_exact)
+    state = 3 * size.trained_params(claimed) + sum(each.numel for each in (shared, slots) if not each.is_exact)
     num_slots = size.num_slots if setup.kept is None else 2 * claimed
     versions = shared.anchors * size.shared_params + num_slots * slots.anchors * size.slot_params
     forms = 0.0 if setup.kept is None else FROZEN_BYTES[setup.kept] * size.num_slots * size.slot_params

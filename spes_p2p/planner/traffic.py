@@ -12,7 +12,7 @@ from typing import NamedTuple
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.config.run import MAX_PHASE_SECONDS, MAX_ROUND_SECONDS
 from spes_p2p.planner.memory import FROZEN_BYTES, Setup
-from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
+from spes_p2p.planner.size import FP32, ModelSize, element_bytes
 
 TRAINING_SHARE = 0.97
 """Share of a round that should be training; what is left goes to the links."""
@@ -30,8 +30,7 @@ class RoundTraffic:
         shared: Averaging the shared parameters.
         slots: Averaging the claimed slots with their other holders.
         fetched: Fetching other peers' slots, and serving its own.
-        replicated: Fetching and serving what replicates slots with too few holders: their moments, and, where others
-            take kept forms, their fp32 versions.
+        replicated: Fetching and serving the fp32 versions of slots with too few holders, where others take kept forms.
     """
 
     shared: int
@@ -53,7 +52,7 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
 
     Each of n peers that average x bytes sends, and receives, `2 (n - 1) / n x` (reduce-scatter and all-gather). N C
     claims cover the E slots evenly, so the holders' groups cost a peer `2 (N C - E) P / N`. Averaged moments travel
-    with the deltas every `moments_interval` rounds, and count with their mean. See `fetched_bytes` for the rest.
+    with the deltas every `moments_interval` rounds, and count with their mean.
 
     Source: the bound of the WAN study, `[2 S (N - 1) + X (N - 1) + X (h - 1)] / N` with X = E P and h = N C / E.
 
@@ -68,35 +67,32 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
     shared = 2 * (num_peers - 1) / num_peers * size.shared_params
     covered = min(size.num_slots, num_peers * claimed)
     slots = 2 * (num_peers * claimed - covered) / num_peers * size.slot_params
-    own = setup.kept_moments * moment
+    version = FP32 * (1 + setup.outer_momentum)
+    others = covered - claimed
     replicas = num_replicas(covered, num_peers * claimed, num_peers, setup.copies) / num_peers
     if setup.kept is not None:
-        own += _version_bytes(setup, 1.0)
-        others = covered - claimed
         # Within its budget, and none of the slots that it replicates.
         forms = min(others, setup.refresh_slots or others) * (1 - replicas / others) if others else 0.0
         fetched = forms * FROZEN_BYTES[setup.kept]
     else:
-        fetched = fetched_bytes(covered - claimed, setup)
+        fetched = min(others, setup.refresh_slots or others) * version
     return RoundTraffic(
         shared=round(shared * (element_bytes(codecs.shared) + setup.averaged_moments * moment)),
         slots=round(slots * (element_bytes(codecs.slots) + setup.slot_moments * moment)),
         fetched=round(fetched * size.slot_params) if num_peers > 1 else 0,
-        replicated=round(replicas * own * size.slot_params),
+        replicated=round(replicas * version * size.slot_params) if setup.kept is not None else 0,
     )
 
 
 def newcomer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
-    """Return what a peer fetches before it trains: the whole model, and the fp32 versions and moments of its slots.
+    """Return what a peer fetches before it trains: the whole model, and the fp32 versions of its slots.
 
-    Of `shared` it fetches the moments that are averaged. The base of adapters is not in it: a peer may have a copy.
+    The base of adapters is not in it: a peer may have a copy.
     """
-    moment = element_bytes(setup.codecs.moments)
-    shared = (FP32 * (1 + setup.outer_momentum) + setup.averaged_moments * moment) * size.shared_params
     version = FP32 * (1 + setup.outer_momentum)
     others = size.num_slots * (version if setup.kept is None else FROZEN_BYTES[setup.kept])
-    own = claimed * (setup.kept_moments * moment + (0 if setup.kept is None else version))
-    return round(shared + (others + own) * size.slot_params)
+    own = 0 if setup.kept is None else claimed * version
+    return round(version * size.shared_params + (others + own) * size.slot_params)
 
 
 def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
@@ -113,31 +109,6 @@ def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
     least, more = divmod(claims, covered)
     wanted = min(copies, num_peers)
     return (covered - more) * max(0, wanted - least) + more * max(0, wanted - least - 1)
-
-
-def fetched_bytes(num_others: int, setup: Setup) -> float:
-    """Return the bytes of fetching others' slots in a round as fp32 versions, per parameter of one slot.
-
-    With an exact codec, a slot comes as a full copy with its outer momentum: 4 bytes, or 8. Otherwise the last version
-    is updated by one encoded mean delta for each round that it is behind, unless those are too many or a full copy is
-    smaller. So fetching fewer slots per round saves nothing until then.
-
-    Args:
-        num_others: Slots that others train.
-        setup: Codecs, and the number of slots fetched per round.
-    """
-    if not num_others:
-        return 0.0
-    fetched = min(num_others, setup.refresh_slots or num_others)
-    return fetched * _version_bytes(setup, num_others / fetched)
-
-
-def _version_bytes(setup: Setup, rounds_behind: float) -> float:
-    """Return the bytes that update an fp32 version of a slot, per parameter: of deltas, or of a copy."""
-    copy = FP32 * (2.0 if setup.outer_momentum else 1.0)
-    if is_exact(setup.codecs.slots) or rounds_behind > setup.codecs.keyframe_rounds:
-        return copy
-    return min(copy, rounds_behind * element_bytes(setup.codecs.slots))
 
 
 class StarTraffic(NamedTuple):

@@ -95,7 +95,6 @@ class MemoryHub:
         self.records: dict[type[Record], dict[str, tuple[Record, float]]] = {}
         self.bundles: dict[str, dict[VectorName, tuple[Version, Tensor]]] = {}
         self.bytes_out: dict[str, int] = {}
-        self.deltas: dict[str, tuple[str, int]] = {}
         self._flats: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Entry] = {}
         self._attempts: dict[str, Attempt] = {}
@@ -122,16 +121,6 @@ class MemoryHub:
         if kept is None:
             kept = self._flats[digest] = flat_N.clone()
         return kept
-
-    def transfer_bytes(self, version: Version, have: str, keyframe_rounds: int) -> int:
-        """Return the bytes that bring a version to a peer that has the version with the digest `have`."""
-        digest, num_bytes = version.digest, 0
-        for _ in range(keyframe_rounds):
-            if digest == have or digest not in self.deltas:
-                break
-            digest, delta_bytes = self.deltas[digest]
-            num_bytes += delta_bytes
-        return min(num_bytes, version.num_bytes) if digest == have else version.num_bytes
 
     def meet(self, entry: Entry, expected: int, deadline: float) -> Attempt:
         """Wait for `expected` peers until `deadline` (virtual seconds); return this peer's outcome."""

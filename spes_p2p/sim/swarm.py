@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import digest
+from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.sim.hub import Entry, Lie, MemoryHub
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
@@ -50,7 +50,7 @@ class MemorySwarm:
         self._encoding = DeltaEncoding({})
         self._errors: dict[VectorName, Tensor] = {}
         self._held: tuple[int, ...] = ()
-        self._vectors = Vectors(keyframe_rounds=1)
+        self._vectors = Vectors()
         self._fruitless = 0
         self._averaged = (RoundResult(), Attempt())
         self._closed = False
@@ -181,16 +181,8 @@ class MemorySwarm:
 
     # ------------------------------------------------------------------ versions
 
-    def publish(
-        self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None
-    ) -> Mapping[VectorName, Version]:
-        data = {name: self._vectors.encode(name, flat_N) for name, flat_N in bundles.items()}
-        described = {name: self._describe(name, round, data[name]) for name in bundles}
-        coded = [name for name in bundles if described[name].codec == "coded"]
-        bundles = {**bundles, **{name: self._vectors.decode(name, bytes(data[name])) for name in coded}}
-        for name, delta in (deltas or {}).items():
-            if name in self._mine and self._mine[name][0].digest != described[name].digest:
-                self._hub.deltas[described[name].digest] = self._mine[name][0].digest, len(delta)
+    def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
+        described = {name: self._describe(name, round, to_bytes(flat_N)) for name, flat_N in bundles.items()}
         self._keep({n: (described[n], self._hub.copy(flat_N, described[n].digest)) for n, flat_N in bundles.items()})
         return described
 
@@ -241,8 +233,6 @@ class MemorySwarm:
         *,
         min_round: int,
         timeout: float,
-        relays: Mapping[VectorName, Sequence[str]] | None = None,
-        uplinks: Mapping[str, float] | None = None,
         authors: Mapping[VectorName, Collection[str]] | None = None,
         digests: Mapping[VectorName, str] | None = None,
     ) -> Mapping[VectorName, str]:
@@ -258,7 +248,7 @@ class MemorySwarm:
                 continue
             found = self._hub.bundles[peer][name]
             have = self._mine[name][0].digest if name in self._mine else ""
-            num_bytes = self._hub.transfer_bytes(found[0], have, self._vectors.keyframe_rounds)
+            num_bytes = found[0].num_bytes if found[0].digest != have else 0
             self._pulled_bytes += num_bytes
             self._hub.bytes_out[peer] += num_bytes
             self._keep({name: found})
@@ -308,9 +298,8 @@ class MemorySwarm:
             self._hub.bundles.setdefault(self.peer_id, {}).update(items)
         self.clock.notify_all()
 
-    def seeds(self) -> Mapping[str, Sequence[str]]:
-        """Return no peers: in memory, every peer with versions has claims."""
-        return {}
+    def contacts(self) -> Collection[str]:
+        return self._hub.bundles.keys() - {self.peer_id}
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         found = {peer: self._hub.bundles[peer].items() for peer in peers if peer in self._hub.bundles}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spes_p2p import __version__
 from spes_p2p.codecs.paged import PagedVector
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
@@ -32,7 +33,7 @@ from spes_p2p.swarm.names import SHARED, AnyName, VectorName, by_form, slot_rang
 from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
-from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record, Seed, serving
+from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record
 from spes_p2p.swarm.roster import Member, stated_links
 from spes_p2p.swarm.votes import Rules
 
@@ -137,14 +138,6 @@ class HivemindSwarm:
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self._store.refused.initial = vectors.initial
         self.exchange.accept_formats(vectors.formats)
-        if (step := vectors.advance) is not None:
-            encoding = self._encoding
-            sizes = {kind: encoding.delta_bytes(kind) for kind in vectors.segments if encoding.delta_bytes(kind)}
-
-            def advance(name: str, bundle: Tensor, delta: bytes) -> Tensor:
-                return step(VectorName(name), bundle, encoding.decode_delta(name, delta))
-
-            self.exchange.accept_deltas(advance, sizes, vectors.keyframe_rounds)
         if max_slots:
             self._averager = SparseAverager(
                 self.node.dht,
@@ -400,43 +393,25 @@ class HivemindSwarm:
 
     # ------------------------------------------------------------------ versions
 
-    def publish(
-        self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None
-    ) -> Mapping[VectorName, Version]:
-        vectors = self._vectors
-        items = {name: (vectors.encode(name, flat_N), vectors.codec(name)) for name, flat_N in bundles.items()}
-        return self._publish(round, items, deltas or {})
+    def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
+        items = {name: (to_bytes(flat_N), self._vectors.codec(name)) for name, flat_N in bundles.items()}
+        return self._publish(round, items)
 
     def publish_document(self, name: str, data: bytes | memoryview, round: int = 0) -> Version:
         """Serve a document (manifest, tokenizer, part of a base) as it is; of its author's, that of the latest round
         counts."""
-        return self._publish(round, {name: (data, "raw")}, {})[name]
+        return self._publish(round, {name: (data, "raw")})[name]
 
     def _publish(
-        self,
-        round: int,
-        items: Mapping[AnyName, tuple[bytes | memoryview, CodecKind]],
-        deltas: Mapping[AnyName, bytes],
+        self, round: int, items: Mapping[AnyName, tuple[bytes | memoryview, CodecKind]]
     ) -> dict[AnyName, Version]:
-        old = {name: version.digest for name, version in self._store.newest().items() if name in deltas}
         sign = partial(Version.sign, self.node.identity, self.node.run_id)
-        signed = {
-            name: (sign(name, round, data, codec, old.get(name, "")), data) for name, (data, codec) in items.items()
-        }
-        for name, (version, _) in signed.items():
-            if version.base:
-                self._store.deltas.add(name, version.base, version.digest, deltas[name])
+        signed = {name: (sign(name, round, data, codec), data) for name, (data, codec) in items.items()}
         self._store.add(signed)
-        self._declare()
         return {name: version for name, (version, _) in signed.items()}
 
-    def _declare(self) -> None:
-        """Announce the versions that this peer serves with the next heartbeat."""
-        if self.exchange.serves:
-            self._membership.declare(Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()}))
-
-    def seeds(self) -> Mapping[str, Sequence[str]]:
-        return serving({peer: seed for peer, seed in self.read(Seed).items() if peer != self.peer_id})  # type: ignore[misc]
+    def contacts(self) -> Collection[str]:
+        return (self.read(Contact).keys() | self.read(Claim).keys()) - {self.peer_id}
 
     def versions(self) -> Mapping[str, Version]:
         return self._store.newest()
@@ -457,13 +432,11 @@ class HivemindSwarm:
             version = self._store.newest()[name]
             round = version.round
             self._store.refuse(version)
-        self._declare()
         self.bans.suspect(round - 1, suspects)
 
     def delete(self, name: VectorName) -> None:
         while (version := self._store.find(name)) is not None:
             self._store.delete(version)
-        self._declare()
 
     def keep_document(self, version: Version, data: bytes) -> None:
         """Serve a document with its author's signed version."""
@@ -483,8 +456,6 @@ class HivemindSwarm:
         *,
         min_round: int,
         timeout: float,
-        relays: Mapping[VectorName, Sequence[str]] | None = None,
-        uplinks: Mapping[str, float] | None = None,
         authors: Mapping[VectorName, Collection[str]] | None = None,
         digests: Mapping[VectorName, str] | None = None,
     ) -> Mapping[VectorName, str]:
@@ -493,10 +464,9 @@ class HivemindSwarm:
         limits = {name: self._vectors.num_bytes(name) for name in wanted}
         pull = partial(self.exchange.pull, min_round=min_round, timeout=timeout, max_bytes=limits)
         try:
-            return unknown | pull(wanted, relays=relays, uplinks=uplinks, authors=authors, digests=digests)
+            return unknown | pull(wanted, authors=authors, digests=digests)
         finally:
             self.exchange.server.release()
-            self._declare()
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         found = self.exchange.inventory(peers)

@@ -39,7 +39,6 @@ class RoundResult:
             others were met.
         means: Averaged flat vectors; bit-identical on all members of a group. Their memory is valid until the
             next `average`, or `settle`.
-        encoded: Their deltas as they travelled, for peers that have the last version; empty if the codec is exact.
         dropped: Reasons for this peer's groups that return to their anchor.
         num_clipped: Parts of others' vectors that this peer has clipped.
         matchmaking_seconds: Time until the roster was complete.
@@ -48,7 +47,6 @@ class RoundResult:
 
     roster: Roster = field(default_factory=Roster)
     means: Mapping[VectorName, Tensor] = field(default_factory=dict)
-    encoded: Mapping[VectorName, bytes] = field(default_factory=dict)
     dropped: Mapping[VectorName, str] = field(default_factory=dict)
     num_clipped: int = 0
     matchmaking_seconds: float = 0.0
@@ -138,15 +136,12 @@ class Swarm(Protocol):
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Restore what `residuals` returned before a restart. Valid only for the same anchors."""
 
-    def publish(
-        self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None
-    ) -> Mapping[VectorName, Version]:
+    def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
         """Sign and serve flat vectors as this round's versions, in place of older versions of the same names.
 
         Args:
             round: The versions' round.
             bundles: The vectors; kept forms as uint8.
-            deltas: Encoded mean deltas that lead from this peer's previous versions to these.
         """
 
     def versions(self) -> Mapping[str, Version]:
@@ -188,8 +183,6 @@ class Swarm(Protocol):
         *,
         min_round: int,
         timeout: float,
-        relays: Mapping[VectorName, Sequence[str]] | None = None,
-        uplinks: Mapping[str, float] | None = None,
         authors: Mapping[VectorName, Collection[str]] | None = None,
         digests: Mapping[VectorName, str] | None = None,
     ) -> Mapping[VectorName, str]:
@@ -199,9 +192,6 @@ class Swarm(Protocol):
             wanted: Peers to ask for each vector, in order of preference.
             min_round: A peer with an older version is given time to publish this one.
             timeout: Seconds for all versions together.
-            relays: Peers that fetch a vector at the same time, this one included, in an order that all of them share.
-                Each fetches a part of it from the holder and passes the part on to the others.
-            uplinks: Upload rates of relays, in 10^6 bits per second; a faster relay passes on a larger part.
             authors: Peers that made the version; one of them must have signed it, if any are named. Of a kept form they
                 tell who has it by now or never: replicas make the same, and the certificate names its digest.
             digests: The version to fetch; any will do if a vector is not named.
@@ -210,8 +200,8 @@ class Swarm(Protocol):
             Reasons for the versions that could not be fetched. This peer keeps its old ones.
         """
 
-    def seeds(self) -> Mapping[str, Sequence[str]]:
-        """Return the other peers that declare to serve a version, by its name, those with the newest first."""
+    def contacts(self) -> Collection[str]:
+        """Return the other peers that are here, those without a claim too."""
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         """Ask peers for their versions, by peer and name; silent peers and refused versions are omitted."""

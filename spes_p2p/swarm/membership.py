@@ -78,10 +78,6 @@ class Membership:
                 self._renewed[type(record)] = record
                 self._store(record, self._rounds.lease_seconds)
 
-    def declare(self, record: Record) -> None:
-        """Store a record with the next heartbeat, and keep renewing it."""
-        self._renewed[type(record)] = record
-
     def report(self, record: Metrics | Archived) -> None:
         """Store a record once."""
         self._store(record, REPORT_SECONDS)

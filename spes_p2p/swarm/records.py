@@ -7,9 +7,7 @@ before it trusts them, and JSON has no types that execute code.
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -197,71 +195,6 @@ class Archived(Record):
     round: Count
 
 
-Span = tuple[Literal["shared", "slot", "moments-shared", "moments-slot", "kept-slot"], Slot, Slot, Count]
-"""Kind of vector, first and last slot, and the round of all these versions; slots are 0 for a kind without slots."""
-
-
-class Seed(Record):
-    """The versions that a peer serves, made or pulled, whether it still takes part or not."""
-
-    kind: ClassVar[str] = "seeds"
-
-    spans: tuple[Span, ...] = Field(max_length=64)
-
-    @model_validator(mode="after")
-    def _check_spans(self) -> Seed:
-        ordered = sorted(self.spans)
-        if any(first > last or (last and not kind.endswith("slot")) for kind, first, last, _ in ordered):
-            raise ValueError("a span's slots must ascend")
-        if any(a[0] == b[0] and a[2] >= b[1] for a, b in itertools.pairwise(ordered)):
-            raise ValueError("spans must not overlap")
-        return self
-
-    def rounds(self) -> dict[str, int]:
-        """Return the round of each version by name."""
-        return {
-            f"{kind}-{slot}" if kind.endswith("slot") else kind: round
-            for kind, first, last, round in self.spans
-            for slot in range(first, last + 1)
-        }
-
-    @classmethod
-    def of(cls, peer_id: str, rounds: Mapping[str, int]) -> Seed:
-        """Return the record of a peer that serves versions of these rounds, by name, without documents.
-
-        The newest versions come first; the record leaves out those that do not fit.
-        """
-        spans: list[Span] = []
-        for kind, slot, round in sorted(placed for name in rounds if (placed := _placed(name, rounds[name]))):
-            if spans and spans[-1] == (kind, spans[-1][1], slot - 1, round):
-                spans[-1] = (kind, spans[-1][1], slot, round)
-            else:
-                spans.append((kind, slot, slot, round))
-        spans.sort(key=lambda span: -span[3])
-        for count in range(min(len(spans), 64), 0, -1):
-            record = cls(peer_id=peer_id, spans=tuple(spans[:count]))
-            if len(record.model_dump_json()) <= MAX_RECORD_BYTES:
-                return record
-        return cls(peer_id=peer_id, spans=())
-
-
-def serving(records: Mapping[str, Seed]) -> dict[str, list[str]]:
-    """Return the peers that declare to serve a version, by its name, those with the newest first."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for peer, record in records.items():
-        for name, round in record.rounds().items():
-            found.setdefault(name, []).append((-round, peer))
-    return {name: [peer for _, peer in sorted(peers)] for name, peers in found.items()}
-
-
-def _placed(name: str, round: int) -> tuple[Any, int, int] | None:
-    """Return a vector's kind, slot and round; None for a document."""
-    kind, _, slot = name.rpartition("-")
-    if kind in ("slot", "moments-slot", "kept-slot"):
-        return kind, int(slot), round
-    return (name, 0, round) if name in ("shared", "moments-shared") else None
-
-
 class Contact(Record):
     """A peer's addresses and software."""
 
@@ -272,4 +205,4 @@ class Contact(Record):
     software: Software
 
 
-RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Seed, Contact)
+RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Contact)

@@ -33,7 +33,6 @@ class Anchors:
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
         self._outer = OuterOptimizer(run.outer)
         self._moments = {kind: run.averaged_moments(kind) for kind in numels}
-        self._kept = {kind: run.kept_moments(kind) for kind in numels}
         self._codecs = run.codecs
         self._numels = dict(numels)
         self._num_slots = run.num_slots
@@ -51,10 +50,8 @@ class Anchors:
     # ------------------------------------------------------------------ sizes
 
     def bundle_numel(self) -> dict[str, int]:
-        """Return the elements of published vectors, by kind: bundles, and moments if the run publishes any."""
-        bundles = {kind: (2 if self._outer.has_state else 1) * numel for kind, numel in self._numels.items()}
-        moments = {f"moments-{kind}": len(kept) * self._numels[kind] for kind, kept in self._kept.items()}
-        return bundles | {kind: numel for kind, numel in moments.items() if numel}
+        """Return the elements of bundles, by kind."""
+        return {kind: (2 if self._outer.has_state else 1) * numel for kind, numel in self._numels.items()}
 
     def segments(self) -> dict[str, tuple[Segment, ...]]:
         """Return the segments of a contribution, by kind: the delta, then each averaged moment."""
@@ -75,24 +72,11 @@ class Anchors:
             interval=self._codecs.moments_interval,
         )
 
-    def coded(self) -> dict[str, tuple[Segment, ...]]:
-        """Return the segments of published moments, by kind, if they travel in fewer bits than fp32."""
-        if self._codecs.moments == "fp32":
-            return {}
-        return {
-            f"moments-{kind}": tuple(self._moment_segment(self._numels[kind], moment) for moment in kept)
-            for kind, kept in self._kept.items()
-            if kept
-        }
-
     def vectors(self) -> Vectors:
         """Return what a swarm must know of the run's vectors."""
         return Vectors(
             self.bundle_numel(),
             self.segments(),
-            self.advance,
-            self._codecs.keyframe_rounds,
-            self.coded(),
             num_slots=self._num_slots,
             initial=self._initial,
             kept=self.form,
@@ -101,10 +85,6 @@ class Anchors:
     def averages_moments(self, round: int) -> bool:
         """Tell whether the averaging that commits `round` carries moments."""
         return any(self._moments.values()) and round % self._codecs.moments_interval == 0
-
-    def publishes_moments(self, round: int) -> bool:
-        """Tell whether holders publish moments with the versions of `round`."""
-        return any(self._kept.values()) and round % self._codecs.moments_interval == 0
 
     # ------------------------------------------------------------------ bundles
 
@@ -129,7 +109,7 @@ class Anchors:
         """Return the bundle that goes on from a slot's kept form: rounded weights, and no momentum."""
         assert self.form is not None
         weights = self.form.values(form)
-        return _join(weights, torch.zeros_like(weights) if self._outer.has_state else None)
+        return torch.cat([weights, torch.zeros_like(weights)]) if self._outer.has_state else weights
 
     def weights(self, name: VectorName) -> Tensor:
         """Return the anchor's weights; do not change them."""
@@ -163,22 +143,21 @@ class Anchors:
             moments = delta.new_zeros(len(self._moments[name.kind]) * delta.numel())
         return torch.cat([delta, moments])
 
-    def stepped(
-        self, name: VectorName, mean: Tensor, shift: Tensor | None = None, *, overwrites: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def stepped(self, name: VectorName, mean: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return a member's next bundle, from a mean contribution and a merge's shift, and the mean moments, if any.
 
         The anchor stays as it is; `set` takes the bundle.
 
         Args:
             name: Its name.
-            mean: The mean delta, and moments where they are averaged.
+            mean: The mean delta, and moments where they are averaged. A rounded one's memory is this peer's own, and
+                the bundle may take it; an exact one lies where it is sent from.
             shift: How far a merge moves it.
-            overwrites: Whether the bundle takes the memory of `mean`, where it has no momentum.
         """
         numel, momentum = self._numels[name.kind], self._momenta.get(name)
         has_state = self._outer.has_state
-        bundle = mean[:numel] if overwrites and not has_state else mean.new_empty((1 + has_state) * numel)
+        is_own = (self._codecs.shared if name == SHARED else self._codecs.slots) != "fp32"
+        bundle = mean[:numel] if is_own and not has_state else mean.new_empty((1 + has_state) * numel)
         momenta = (piece for _, piece in momentum.pieces()) if momentum is not None else itertools.repeat(None)
         for (here, anchor), before in zip(self._weights[name].pieces(), momenta, strict=False):
             weights, after = self._outer.step(anchor, mean[:numel][here], before)
@@ -187,23 +166,6 @@ class Anchors:
                 bundle[numel:][here] = after
         moments = mean[numel:]
         return bundle, moments.clone() if moments.numel() else None  # a mean's memory is used again
-
-    def advance(self, name: VectorName, bundle: Tensor, mean_delta: Tensor) -> Tensor:
-        """Return the next bundle for a peer that does not hold `name`, bit for bit as its holders publish it.
-
-        It follows from their mean delta, but not over a merge's shift.
-
-        Args:
-            name: Name of the bundle.
-            bundle: The version that the holders started the round from; not changed.
-            mean_delta: The decoded mean that they committed.
-        """
-        weights, momentum = self.split(name, bundle)
-        return _join(*self._outer.step(weights, mean_delta, momentum))
-
-
-def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:
-    return weights.clone() if momentum is None else torch.cat([weights, momentum])
 
 
 def merge_shifts(

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.errors import DataError
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import StateUpdate, StoredVectors
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -72,12 +71,11 @@ class Checkpointer:
         if self._checkpoint is not None:
             self._checkpoint.wait(LAST_SECONDS)
 
-    def restore(self, saved: Saved, update: StateUpdate) -> None:
+    def restore(self, saved: Saved) -> None:
         """Continue from a checkpoint, after the model was brought to the swarm's state.
 
         Args:
             saved: The checkpoint; moments of slots that are no longer held are left out.
-            update: The swarm's state.
         """
         self._trainer.steps = saved.state.steps
         self._trainer.data.load_state_dict(dict(saved.state.data))
@@ -86,22 +84,11 @@ class Checkpointer:
             return
         moments = _under(MOMENTS, saved.tensors)
         self.load_moments({key: m for key, m in moments.items() if key.split("/")[0] in self._trainer.names})
-        newer: StoredVectors | None = None
         if self._sync is not None:
             saved_digests = {version.name: version.digest for version in saved.state.versions}
             versions = self._sync.swarm.versions()
             if versions[SHARED].digest == saved_digests.get(SHARED):
                 self._sync.swarm.restore_residuals(_under(RESIDUALS, saved.tensors))
-            # Moments that the swarm has averaged since replace this peer's own; those of a round that is made again do
-            # not. The checkpoint has none of a slot that has fallen to this peer since.
-            own = {VectorName(key.split("/")[0]).moments for key in moments}
-
-            def is_newer(name: VectorName) -> bool:
-                differs = name in versions and versions[name].digest != saved_digests.get(name)
-                return name not in own or (differs and versions[name].round <= versions[SHARED].round)
-
-            newer = (StoredVectors() | update.vectors).only(lambda name: not name.is_weights and is_newer(name))
-        self._trainer.load(newer)
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Put saved moments into the optimizer.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,6 @@ from dataclasses import dataclass, field
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Roster
 
-SLOW = 0.5
-"""Share of the roster's median uplink below which other peers relay a holder's slots."""
 MIN_UPLINK = 1e-9
 """Stands for an uplink of zero in a division."""
 Peers = Sequence[str]
@@ -26,16 +23,12 @@ class FetchPlan:
 
     Attributes:
         wanted: Peers to ask, by version, in order of preference.
-        relays: Peers that fetch a version together and pass it on to each other.
         authors: Peers that made the version.
-        uplinks: The relays' uplinks in 10^6 bits per second.
         digests: The version to fetch, where only one will do.
     """
 
     wanted: Mapping[VectorName, Peers]
-    relays: Mapping[VectorName, Peers] = field(default_factory=dict)
     authors: Mapping[VectorName, Peers] = field(default_factory=dict)
-    uplinks: Mapping[str, float] = field(default_factory=dict)
     digests: Mapping[VectorName, str] = field(default_factory=dict)
 
 
@@ -46,10 +39,11 @@ def plan_fetch(
     chosen: Collection[VectorName],
     keepers: Mapping[VectorName, Peers],
     *,
-    with_moments: bool,
     masters: Collection[VectorName] | None = None,
 ) -> FetchPlan:
-    """Decide which peers to ask for which version.
+    """Decide which peers to ask for which version: its makers, replicas, then all other members.
+
+    Of these, peers that this one cannot call come last.
 
     Args:
         me: This peer.
@@ -57,77 +51,24 @@ def plan_fetch(
         makers: The other peers that made the round's version of a slot.
         chosen: Versions to fetch: as many as this peer takes, and those that it keeps for others.
         keepers: Replicas of each slot, as `replicas` returns them.
-        with_moments: Whether this round's moments were published.
         masters: Slots to fetch in fp32, and of the others their kept forms; None where slots have none.
     """
     links = roster.uplinks_to(me)
-    wanted: dict[VectorName, list[str]] = {name: preferred(me, name, makers[name], links) for name in sorted(chosen)}
-    has_kept, direct = masters is not None, masters or ()
-    found = relays(roster, keepers, has_kept=has_kept)
-    chains = {name: peers for name, peers in found.items() if name in chosen and name not in direct}
-    for name in [name for name, peers in chains.items() if me not in peers]:
-        # This peer is no relay of the slot. It asks the relays first, to spare a slow holder. If the slot is relayed
-        # only because others cannot reach the holder, and this peer can, it asks the holder first.
-        relaying, direct_first = preferred(me, name, chains.pop(name), links), wanted[name]
-        is_met = callable_of(direct_first, links) and not callable_of(direct_first, roster.uplinks)
-        wanted[name] = [*direct_first, *relaying] if is_met else [*relaying, *direct_first]
-    if with_moments:
-        trained = {member.peer_id for member in roster if member.tokens}
-        for name in sorted(chosen):
-            if me in keepers.get(name, ()) and trained & set(makers[name]):
-                asked = moment_sources(me, makers[name], keepers[name], links)
-                wanted[name.moments] = preferred(me, name, asked, links)
-    # Otherwise a liar could have its version signed by another key of its own, and would go without a strike.
-    authors = {name: makers[name.weights] for name in wanted}
-    if not has_kept:
-        return FetchPlan(wanted, chains, authors, roster.uplinks)
-    for name in sorted(set(chosen) - set(direct)):
-        wanted[name.kept] = [*wanted.pop(name), *callable_of(keepers.get(name, ()), links)]
-        authors[name.kept] = authors.pop(name)
-    return FetchPlan(wanted, {name.kept: peers for name, peers in chains.items()}, authors, roster.uplinks)
-
-
-def relays(
-    roster: Roster, keepers: Mapping[VectorName, Peers], *, has_kept: bool = False
-) -> dict[VectorName, tuple[str, ...]]:
-    """Return the peers that relay each slot whose holders could not send it to everyone.
-
-    They are all members that certainly fetch the slot and can be called, ascending, the same on every member. They
-    split the slot among themselves, so there are two at least; if no holder can be called, one relay is enough, since
-    members in client mode get the slot from no one else.
-
-    Args:
-        roster: Of the round that was committed.
-        keepers: Replicas of each slot.
-        has_kept: Whether slots are relayed in their kept forms, which replicas do not fetch.
-    """
-    links = roster.uplinks
-    slow = SLOW * statistics.median(links.values())
-    fetching = {
-        member.peer_id
-        for member in roster
-        if not (member.refreshes or member.calls_only) and member.peer_id in roster.groups[SHARED]
-    }
-    chains: dict[VectorName, tuple[str, ...]] = {}
-    for name, holders in roster.groups.items():
-        fastest = max(links[peer] for peer in holders)
-        certain = fetching if fastest else fetching | set(callable_of(keepers.get(name, ()), links))
-        certain = certain - set(keepers.get(name, ())) if has_kept else certain
-        chain = tuple(sorted(certain - set(holders)))
-        if name != SHARED and (fastest < slow or not fastest) and len(chain) > (1 if fastest else 0):
-            chains[name] = chain
-    return chains
+    wanted: dict[VectorName, list[str]] = {}
+    authors: dict[VectorName, Peers] = {}
+    for name in sorted(chosen):
+        form = name if masters is None or name in masters else name.kept
+        others = preferred(me, name, callable_of(roster.groups[SHARED], links), links)
+        found = dict.fromkeys((*preferred(me, name, makers[name], links), *keepers.get(name, ()), *others))
+        wanted[form] = sorted((peer for peer in found if peer != me), key=lambda peer: not links[peer])
+        # Otherwise a liar could have its version signed by another key of its own, and would go without a strike.
+        authors[form] = makers[name]
+    return FetchPlan(wanted, authors)
 
 
 def callable_of(peers: Iterable[str], uplinks: Mapping[str, float]) -> list[str]:
     """Return the peers that can be called; members in client mode have an uplink of zero (`Roster.uplinks`)."""
     return [peer for peer in peers if uplinks[peer]]
-
-
-def moment_sources(puller: str, makers: Peers, keepers: Peers, uplinks: Mapping[str, float]) -> Peers:
-    """Return the peers to ask for a slot's moments: its makers, or other replicas if `puller` can reach no maker."""
-    others = [peer for peer in callable_of(keepers, uplinks) if peer != puller]
-    return makers if uplinks[puller] or callable_of(makers, uplinks) else others or makers
 
 
 def preferred(puller: str, name: str, peers: Iterable[str], uplinks: Mapping[str, float] | None = None) -> list[str]:
@@ -238,10 +179,6 @@ def affordable(
     """
     if budget is None:
         return set(rounds_behind)
-    others = {
-        name.slot: name
-        for name in rounds_behind
-        if name.slot is not None and not name.is_moments and name.weights not in held
-    }
+    others = {name.slot: name for name in rounds_behind if name.slot is not None and name.weights not in held}
     fetched = choose({slot: rounds_behind[name] for slot, name in others.items()}, routed, budget)
     return set(rounds_behind) - {name for slot, name in others.items() if slot not in fetched}

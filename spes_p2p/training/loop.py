@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -103,13 +102,10 @@ class TrainingLoop:
         if self.is_ended:
             return
         update = self._lead(lambda sync: sync.open(initial))
-        if saved is not None and saved.skips_optimizer:
-            weights = (StoredVectors() | update.vectors).only(lambda name: name.is_weights)
-            update = replace(update, vectors=weights)
         self._load(update)
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
-            self._checkpointer.restore(saved, update)
+            self._checkpointer.restore(saved)
         follows = self._group.from_leader(lambda: self._sync is not None and self._sync.follows_others)
         tokens, places = self._trainer.calibrate(measures=not follows)
         self._tokens_per_second = tokens
@@ -265,17 +261,8 @@ class TrainingLoop:
         return StoredVectors(names, lambda name: trainer.vector(name, room.get(name)))
 
     def _moments(self) -> Mapping[VectorName, Tensor]:
-        """Return the moments that the round averages or publishes; those that are published are read one at a time."""
-        run, trainer = self._run, self._trainer
-        if run.averages_moments:
-            return trainer.all_moments(run.kept_moments)
-        if (self._round + 1) % run.codecs.moments_interval:
-            return {}
-        if trainer.is_sharded:  # all ranks must help to read them
-            return trainer.all_moments(run.kept_moments, trainer.names[1:])
-        kinds = run.kept_moments("slot")
-        names = trainer.names[1:] if self._group.is_leader and kinds else ()
-        return StoredVectors(names, lambda name: trainer.moments(name, kinds))
+        """Return the moments that the run averages."""
+        return self._trainer.all_moments(self._run.averaged_moments)
 
     # ------------------------------------------------------------------ the owner's controls
 

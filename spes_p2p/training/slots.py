@@ -162,7 +162,7 @@ class HeldSlots:
         if self.slots:
             mine = self._swarm.versions()
             slots = map(VectorName.of_slot, self.slots)
-            self._released = [name for slot in slots for name in (slot, slot.moments) if name in mine]
+            self._released = [name for name in slots if name in mine]
         self.slots = ()
         self._is_aside = True
         self.announce("joining")
@@ -222,29 +222,23 @@ class HeldSlots:
         new = [VectorName.of_slot(slot) for slot in sorted(set(target) - set(self.slots))]
         old = [VectorName.of_slot(slot) for slot in sorted(set(self.slots) - set(target))]
         missing = [name for name in map(VectorName.of_slot, sorted(set(target))) if name not in self._anchors.names]
-        moments: dict[VectorName, Tensor] = {}
         if (new or old) and self.slots:
             log.info("adopting slots %s, releasing slots %s", [n.slot for n in new], [n.slot for n in old])
             self.fetch_newest({*new, *missing})  # a peer that resumes has the slots, and perhaps old versions of them
         elif self._has_kept:
             self.fetch_newest(missing)  # where slots travel as fp32 versions, the others' came when this peer joined
         self._make_masters(missing)
-        behind = missing if self._run.averages_moments else new
-        if self._run.kept_moments("slot") and behind:
-            wanted = [name.moments for name in behind]
-            self.fetch_newest(wanted)
-            moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
         for name in old:
             self._anchors.forget(name)
         released = StoredVectors([name for name in old if self.form(name) in self._swarm.versions()], self.load)
         for name in missing:
             self._anchors.set(name, self._swarm.mapped(name))
         self.slots = tuple(sorted(target))
-        return released | {name: self._anchors.weights(name) for name in missing} | moments
+        return released | {name: self._anchors.weights(name) for name in missing}
 
     def fetch_newest(self, names: Collection[VectorName]) -> StoredVectors:
         """Fetch the versions that go with this peer's model, where it lacks them; return the vectors that came."""
-        lacking = [name for name in sorted(names) if not (name.is_weights and self._is_there(name))]
+        lacking = [name for name in sorted(names) if not self._is_there(name)]
         plan = self._plan(lacking, self._offers(self.others() if lacking else ()))
         return self._pull(plan, 0) if plan.wanted else StoredVectors()
 
@@ -291,7 +285,7 @@ class HeldSlots:
     def _make_kept(self, names: Iterable[VectorName]) -> None:
         """Make the kept forms of masters that have come; refuse a certified one that does not follow from them."""
         for name in names if self._has_kept else ():
-            if name.slot is None or not name.is_weights or self.is_certified(name.kept) or not self.is_certified(name):
+            if name.slot is None or name.is_kept or self.is_certified(name.kept) or not self.is_certified(name):
                 continue
             form = self._anchors.kept_form(name, self._swarm.load(name))
             said = self.certified_digest(name.kept)
@@ -398,40 +392,28 @@ class HeldSlots:
             certified = [peer for peer, offered in offers.items() if self._is_wanted(name, offered.get(name))]
             if certified:
                 lost.discard(name)
-            elif not name.is_moments and 2 * num_answers >= len(known):  # guard: lost-version
+            elif 2 * num_answers >= len(known):  # guard: lost-version
                 lost.add(name)  # the newest other version goes on
             having = certified or [peer for peer, offered in offers.items() if name in lost and name in offered]
             states = Counter((offers[peer][name].round, offers[peer][name].digest) for peer in having)
             if not states:
                 continue
-            # Of moments and of a lost version, the newest; of equally new ones the most frequent.
+            # Of a lost version, the newest; of equally new ones the most frequent.
             best = min(states, key=lambda state: (-state[0], -states[state], state[1]))
             mine = self._swarm.versions().get(name)
-            is_newer = name.is_moments and mine is not None and best[0] < mine.round <= self.certified_round(name)
-            if is_newer:  # guard: newest-moments
-                continue
             if mine is None or (certified and mine.digest != best[1]) or mine.round < best[0]:
                 wanted[name] = preferred(me, name, [peer for peer in having if offers[peer][name].digest == best[1]])
-                if not name.is_moments:
-                    digests[name] = best[1]
+                digests[name] = best[1]
         self.lost = frozenset(lost)
         return FetchPlan(wanted, digests=digests)
 
     def _is_wanted(self, name: VectorName, version: Version | None) -> bool:
         if version is None:
             return False
-        if name.is_moments:
-            return version.round <= self.certified_round(name)
         said = self.certified_digest(name)
         return version.digest == said if said else version.round == 0
 
     # ------------------------------------------------------------------ versions
-
-    def held_moments(self) -> set[VectorName]:
-        """Return the names of the moments that this peer trains with, if its run publishes any."""
-        if self._run.averages_moments:
-            return {name.moments for name in (SHARED, *self._anchors.names)}
-        return {VectorName.of_slot(slot).moments for slot in self.slots} if self._run.kept_moments("slot") else set()
 
     def fetch(
         self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
@@ -461,9 +443,8 @@ class HeldSlots:
         behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in (*self.makers, *missed)}
         chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
         masters = {name for name in chosen if name in kept or self.form(name) == name} if self._has_kept else None
-        with_moments = self._anchors.publishes_moments(round)
-        plan = plan_fetch(me, roster, self.makers, chosen - missed, keepers, masters=masters, with_moments=with_moments)
-        digests = {name: self.certified_digest(name) for name in plan.wanted if not name.is_moments}
+        plan = plan_fetch(me, roster, self.makers, chosen - missed, keepers, masters=masters)
+        digests = {name: self.certified_digest(name) for name in plan.wanted}
         vectors = self._pull(replace(plan, digests=digests), round)
         vectors |= self.fetch_newest({self.form(name) for name in missed & chosen})
         if self._has_kept:
@@ -478,7 +459,7 @@ class HeldSlots:
         return {name for name in slots if self.certified_digest(name) and not self.is_certified(self.form(name))}
 
     def _keep_orphans(self, roster: Roster) -> None:
-        """Fetch masters and moments of slots that no member holds, if this peer is one of those that are to keep them.
+        """Fetch the masters of slots that no member holds, if this peer is one of those that are to keep them.
 
         Their last holder has left, and serves them until another peer has them; the members may have no room for them.
         """
@@ -490,11 +471,10 @@ class HeldSlots:
         mine = [name for name in orphans if self._swarm.peer_id in keepers.get(name, ())]
         offers = self._offers(self.others()) if mine else {}
         lacking = [
-            each
+            name
             for name in mine
-            for each in (name, name.moments)
-            if not (each.is_weights and self.is_certified(each))
-            and any(self._is_wanted(each, offered.get(each)) for offered in offers.values())
+            if not self.is_certified(name)
+            and any(self._is_wanted(name, offered.get(name)) for offered in offers.values())
         ]
         plan = self._plan(lacking, offers)
         if plan.wanted:
@@ -502,7 +482,7 @@ class HeldSlots:
 
     def _rounds_behind(self, name: VectorName, round: int) -> int:
         """Return the rounds between `round` and the version held here; a version ahead must be fetched as well."""
-        mine, name = self._swarm.versions(), self.form(name) if name.is_weights else name
+        mine, name = self._swarm.versions(), name if name.is_kept else self.form(name)
         return abs(round - mine[name].round) if name in mine else round + 1
 
     def _offers(self, peers: Sequence[str]) -> Having:
@@ -523,8 +503,6 @@ class HeldSlots:
             plan.wanted,
             min_round=min_round,
             timeout=self._run.round.exchange_seconds,
-            relays=plan.relays or None,
-            uplinks=plan.uplinks or None,
             authors=plan.authors or None,  # guard: makers-signature
             digests=plan.digests or None,
         )
@@ -532,15 +510,14 @@ class HeldSlots:
             log.warning("could not fetch %s: %s", names, reason, extra={"heals": True})
         came = [name for name in plan.wanted if name not in failures]
         self._make_kept(came)
-        of_use = [name for name in came if not name.is_moments or name in self.held_moments()]
-        return StoredVectors([name.weights if name.is_kept else name for name in of_use], self.load)
+        return StoredVectors([name.weights for name in came], self.load)
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
-        """Return the weights, or the moments, of this peer's newest version of a vector, or of the one before it.
+        """Return the weights of this peer's newest version of a vector, or of the one before it.
 
         Of a slot that this peer does not hold that is the kept form, uint8, if the run has such.
         """
-        form = self.form(name) if name.is_weights else name
+        form = self.form(name)
         try:
             bundle = self._swarm.load(form, before=before)
         except ExchangeError:
@@ -556,29 +533,21 @@ class HeldSlots:
         """Take over the versions that the last certificate names; return the vectors that changed.
 
         Args:
-            peers: To ask, beside peers that serve versions without a claim.
+            peers: To ask, beside peers that are here without a claim.
             routed: Tokens routed to each slot: fetch no more of the others' slots than in any round; None fetches all.
 
         Raises:
             AbsentError: a peer has `shared`, but it could not be fetched.
         """
-        seeds = {
-            peer
-            for name, serving in self._swarm.seeds().items()
-            if name in self._names  # guard: strange-seed
-            for peer in serving
-        }
-        asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})  # guard: distrusted-seeds
+        asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-seeds
         weights = [SHARED, *map(self.form, map(VectorName.of_slot, range(self._num_slots)))]
-        averaged = self.held_moments() if self._run.averages_moments else set()
-        names = [name for name in weights if not self.is_certified(name)] + sorted(averaged)
-        plan = self._plan(names, self._offers(asked))
+        plan = self._plan([name for name in weights if not self.is_certified(name)], self._offers(asked))
         behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in plan.wanted}
         budget = None if routed is None else self.refresh_slots
         chosen = affordable(behind, routed or {}, budget, self._anchors.names)
         wanted = {name: peers for name, peers in plan.wanted.items() if name in chosen}
         vectors = self._pull(replace(plan, wanted=wanted), 0) if wanted else StoredVectors()
-        self._unloaded |= {name for name in vectors if name.is_weights}
+        self._unloaded |= set(vectors)
         if SHARED in wanted and SHARED not in vectors:
             raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
         self._make_masters(name for name in self._anchors.names if name != SHARED)

@@ -50,14 +50,12 @@ class Staged:
         moments: The mean moments of the same names, where the run averages them.
         kept: The kept forms of these slots, where slots have such.
         digests: Digests of the bundles and of the kept forms.
-        moved: Slots that a merge has moved too, so that their mean delta alone does not lead to the new version.
     """
 
     bundles: Mapping[VectorName, Tensor] = field(default_factory=dict)
     moments: Mapping[VectorName, Tensor] = field(default_factory=dict)
     kept: Mapping[VectorName, Tensor] = field(default_factory=dict)
     digests: Mapping[VectorName, str] = field(default_factory=dict)
-    moved: frozenset[VectorName] = frozenset()
 
 
 class Synchroniser:
@@ -126,7 +124,6 @@ class Synchroniser:
         self._expected_since = self.swarm.now()
         versions = self.swarm.versions()
         names = [name for name in model if self.held.form(name) in versions]
-        names += [name for name in sorted(self.held.held_moments()) if name in versions]
         return StateUpdate(self.held.slots, StoredVectors(names, self.held.load))
 
     def _wait_for_peers(self, needed: int) -> None:
@@ -269,7 +266,7 @@ class Synchroniser:
         ends_at: float | None = None
         if body is not None and staged.digests.get(SHARED) == body.shared:
             own = _certified(body, staged)
-            vectors = self._commit(body, result, staged, own, work)
+            vectors = self._commit(body, result, staged, own, work.routed)
             ends_at = body.ends_at
         else:
             self.swarm.settle(result, ())
@@ -288,8 +285,8 @@ class Synchroniser:
                 log.warning("round %d: dropped %s: %s", self.round + (not own), names, reason)
         self.stats = SyncStats.of(result, len(own), self.held.clock() - averaged, self.held.stale_rounds)
         vectors |= self.held.rebalance(self.round)  # before the loss gate judges what was fetched
-        held_moments = self.held.held_moments()  # slots may just have been released
-        vectors = vectors.only(lambda name: name.is_weights or name in held_moments)
+        # Slots may just have been released.
+        vectors = vectors.only(lambda name: name.is_weights or name.weights in self.anchors.names)
         vectors |= {name: self.anchors.weights(name) for name in self.anchors.names}
         ends_at = ends_at or self._next_end(result, self.round + 1)
         self._announce(ends_at)
@@ -337,14 +334,13 @@ class Synchroniser:
         bundles: dict[VectorName, Tensor] = {}
         moments: dict[VectorName, Tensor] = {}
         for name, mean in result.means.items():
-            is_own = name in result.encoded  # a rounded mean's memory; an exact one lies where it is sent from
-            bundles[name], mean_moments = self.anchors.stepped(name, mean, shifts.get(name), overwrites=is_own)
+            bundles[name], mean_moments = self.anchors.stepped(name, mean, shifts.get(name))
             if mean_moments is not None:
                 moments[name.moments] = mean_moments
         slots = [name for name in bundles if name != SHARED] if self.anchors.form is not None else []
         kept = {name.kept: self.anchors.kept_form(name, bundles[name]) for name in slots}
         digests = {name: digest(data) for name, data in (bundles | kept).items()}
-        return Staged(bundles, moments, kept, digests, frozenset(shifts))
+        return Staged(bundles, moments, kept, digests)
 
     def _await_steps(self, *, has_trained: bool) -> None:
         """In mode `steps`, wait until all peers have made the round's steps."""
@@ -424,7 +420,7 @@ class Synchroniser:
         return Contribution(member, StoredVectors(names, delta) if is_read else {name: delta(name) for name in names})
 
     def _commit(
-        self, body: Body, result: RoundResult, staged: Staged, own: Sequence[VectorName], work: RoundWork
+        self, body: Body, result: RoundResult, staged: Staged, own: Sequence[VectorName], routed: Mapping[int, int]
     ) -> StoredVectors:
         """Take what the certificate names as the anchors, publish it, and fetch the others' versions.
 
@@ -435,29 +431,19 @@ class Synchroniser:
         """
         self.round = body.round
         moments = {name.moments: staged.moments[name.moments] for name in own if name.moments in staged.moments}
-        deltas = {name: result.encoded[name] for name in own if name in result.encoded and name not in staged.moved}
-        unaveraged = [name for name in own if name.moments not in moments]
-        bundles = StoredVectors() | {name: staged.bundles[name] for name in own}
+        bundles = {name: staged.bundles[name] for name in own}
         bundles |= {name: form for name, form in staged.kept.items() if name.weights in own}
-        self.swarm.publish(body.round, bundles | moments | self._own_moments(work, unaveraged), deltas)
+        self.swarm.publish(body.round, bundles)
         for name in own:
             self.anchors.set(name, self.swarm.mapped(name))
         self.swarm.settle(result, own)
-        fetched = self.held.fetch(result.roster, body.round, own, work.routed)
+        fetched = self.held.fetch(result.roster, body.round, own, routed)
         # Slots held here whose other holders have confirmed another result, or whose certified version is missing.
         astray = [name for name in self.anchors.names if name not in own]
         fetched |= self.held.fetch_newest(astray)
         for name in set(astray) & set(fetched):
             self.anchors.set(name, self.swarm.mapped(name))
         return fetched | moments
-
-    def _own_moments(self, work: RoundWork, names: Sequence[VectorName]) -> StoredVectors:
-        """Return this peer's moments of its slots, in rounds that publish them for peers that adopt a slot."""
-        if not self.anchors.publishes_moments(self.round):
-            return StoredVectors()
-        own = [name for name in names if name in work.moments and name != SHARED]
-        finite = [name.moments for name in own if work.moments[name].isfinite().all()]
-        return StoredVectors(finite, lambda name: work.moments[name.weights])
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
         if not merge_alpha(self._run.merge, round):

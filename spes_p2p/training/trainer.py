@@ -283,16 +283,13 @@ class Trainer:
         room = room or {}
         return self._on_leader(lambda: {name: self.vector(name, room.get(name)) for name in self.names})
 
-    def all_moments(
-        self, kinds: Callable[[str], Sequence[str]], names: Sequence[VectorName] | None = None
-    ) -> dict[VectorName, Tensor]:
-        """Return the `moments` of these names, by default of all that are trained; on the leader only.
+    def all_moments(self, kinds: Callable[[str], Sequence[str]]) -> dict[VectorName, Tensor]:
+        """Return the `moments` of all that is trained; on the leader only.
 
         Args:
             kinds: The kinds of moments of a kind of vector, `shared` or `slot`; vectors without any are left out.
-            names: Vectors that are trained.
         """
-        chosen = [name for name in (self.names if names is None else names) if kinds(name.kind)]
+        chosen = [name for name in self.names if kinds(name.kind)]
         return self._on_leader(lambda: {name: self.moments(name, kinds(name.kind)) for name in chosen})
 
     def state_tensors(self) -> dict[str, Tensor]:

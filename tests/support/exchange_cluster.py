@@ -6,7 +6,6 @@ import json
 import torch
 from peer_server import start_of
 
-from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
@@ -18,28 +17,20 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 
-NUMELS = {"slot": 200_000, "shared": 3_000_000, "moments-slot": 1000, "moments-shared": 1000}
+NUMELS = {"slot": 200_000, "shared": 3_000_000}
 """Slots come in several messages, `shared` in several ranges."""
-CODED = {"moments-shared": (Segment(1000, "int8"),)}
 KEPT = KeptForm("bf16", NUMELS["slot"])
 ROUNDS = RoundConfig(heartbeat_seconds=1.0, lease_seconds=30.0)
 NUM_SLOTS = 512
-VECTORS = Vectors(NUMELS, coded=CODED, num_slots=NUM_SLOTS, kept=KEPT)
-STEP = 2.0**-6
+VECTORS = Vectors(NUMELS, num_slots=NUM_SLOTS, kept=KEPT)
 PULL_SECONDS = 60.0
 
 
-def advance(name, bundle, delta):
-    """Apply an encoded delta: a byte for each element, in steps that fp32 adds exactly."""
-    return bundle - STEP * torch.frombuffer(bytearray(delta), dtype=torch.int8)
-
-
-def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_rounds=4):
-    """Start a peer that follows deltas of slots."""
+def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None):
+    """Start a peer without a claim."""
     node = Node(Identity(folder / "key"), "run", initial_peers=list(addresses))
     swarm = HivemindSwarm(node, folder / "versions", serve=serve, uplink_mbit=uplink_mbit)
     swarm.enter(ROUNDS, VECTORS, start_of((node.peer_id,)), max_slots=0)
-    swarm.exchange.accept_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
     return swarm
 
 
@@ -72,12 +63,6 @@ def flat(seed, kind="slot"):
     return torch.randn(NUMELS[kind], generator=torch.Generator().manual_seed(seed))
 
 
-def draw_delta(seed, kind="slot"):
-    """Return an encoded delta."""
-    drawn = torch.randint(-100, 101, (NUMELS[kind],), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
-    return drawn.numpy().tobytes()
-
-
 def data_of(flat_N):
     return bytes(to_bytes(flat_N))
 
@@ -91,10 +76,10 @@ def changed(version, **changes):
     return version.model_copy(update=changes)
 
 
-async def offer(channel, version, state="whole", num_deltas=0):
+async def offer(channel, version, state="whole"):
     """Hear a request, and offer a version; return the range asked for first, which small ones are at once."""
     request = Request.parse(await channel.receive_text())
-    answer = {"state": state, "version": version.model_dump_json(), "num_deltas": num_deltas}
+    answer = {"state": state, "version": version.model_dump_json()}
     await channel.send_text(json.dumps(answer))
     return (0, version.num_bytes) if request.at_once else await channel.receive_range()
 
@@ -105,11 +90,11 @@ async def send(channel, data, piece=2**18):
         await channel.send(DATA, data[start : start + piece])
 
 
-def serving(version, data, state="whole", num_deltas=0):
+def serving(version, data, state="whole"):
     """Return a script that offers a version, and sends `data` for the first range asked for, then hangs up."""
 
     async def script(channel):
-        await offer(channel, version, state, num_deltas)
+        await offer(channel, version, state)
         await send(channel, data)
         await asyncio.sleep(0.2)  # or the tail is lost
 

@@ -69,7 +69,6 @@ def honest_record(kind, peer_id) -> Record:
             **dict.fromkeys(["train", "matchmaking", "averaging", "exchange", "other"], 0),
         },
         "archived": {"round": 3},
-        "seeds": {"spans": (("slot", 0, 3, 3),)},
         "contacts": {"addresses": ("/ip4/127.0.0.1/tcp/1",), "software": "0.1"},
     }[kind]
     if kind == "metrics":

@@ -178,11 +178,11 @@ def record(scribe: Scribe) -> None:
             tried.clear()
         return body
 
-    def publish(stock: Callable, swarm: HivemindSwarm, round: int, bundles, deltas=None):
+    def publish(stock: Callable, swarm: HivemindSwarm, round: int, bundles):
         digests = scribe.keep({name: bundle for name, bundle in bundles.items() if name.is_weights})
         # Before any of it is there: it may die with a part of it, and others go on from that.
         scribe.note("publishes", peer=swarm.peer_id, round=round, versions=digests)
-        versions = stock(swarm, round, bundles, deltas)
+        versions = stock(swarm, round, bundles)
         has(swarm)
         return versions
 

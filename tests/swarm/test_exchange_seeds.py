@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from exchange_cluster import (
 from spes_p2p.swarm.exchange import client
 from spes_p2p.swarm.exchange.downloads import RANGE_BYTES
 from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES
-from spes_p2p.swarm.p2p.identity import Identity
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.full]
 
@@ -37,22 +35,6 @@ def cluster(tmp_path_factory):
     yield swarms
     for swarm in swarms:
         swarm.close()
-
-
-def pull_all(pullers, wanted, **settings):
-    """Pull on several peers at once; returns their failures."""
-    results = [None] * len(pullers)
-
-    def work(index):
-        settings_ = {"min_round": 0, "timeout": PULL_SECONDS} | settings
-        results[index] = pullers[index].pull(wanted, **settings_)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(pullers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PULL_SECONDS + 30)
-    return results
 
 
 def sent_by(swarms):
@@ -142,51 +124,3 @@ def test_what_comes_too_slowly_comes_from_another_seed(cluster, seed):
     rogue.exchange.script = rogue_that(version, trickle)
     assert one.pull({"shared": [rogue.peer_id, two.peer_id]}, min_round=5, timeout=PULL_SECONDS) == {}
     assert torch.equal(one.load("shared"), bundle)
-
-
-@pytest.mark.parametrize("links", [{}, {0: 100.0, 1: 100.0, 2: 20.0}], ids=["equal", "one slow"])
-def test_a_slow_holder_sends_a_version_about_once_and_relays_the_rest(cluster, seed, links):
-    pullers, holder = cluster[:3], cluster[3]
-    bundle = flat(seed, "shared")
-    round = 10 + len(links)
-    holder.publish(round, {"shared": bundle})
-    relays = [swarm.peer_id for swarm in pullers]
-    before, sent = sent_by(pullers), holder.exchange.server.bytes_out
-    failures = pull_all(
-        pullers,
-        {"shared": [holder.peer_id]},
-        min_round=round,
-        relays={"shared": relays},
-        uplinks={pullers[index].peer_id: mbit for index, mbit in links.items()},
-    )
-    assert failures == [{}, {}, {}]
-    assert all(torch.equal(swarm.load("shared"), bundle) for swarm in pullers)
-    assert holder.exchange.server.bytes_out - sent == SHARED_BYTES
-    relayed = [after - then for after, then in zip(sent_by(pullers), before, strict=True)]
-    assert sum(relayed) == 2 * SHARED_BYTES
-    if links:
-        assert relayed[2] < relayed[0] / 4
-
-
-def test_the_share_of_a_relay_that_is_gone_comes_from_the_holder(cluster, seed, tmp_path):
-    pullers, holder = cluster[:2], cluster[3]
-    bundle = flat(seed, "shared")
-    holder.publish(20, {"shared": bundle})
-    relays = [*[swarm.peer_id for swarm in pullers], Identity(tmp_path / "gone").peer_id]
-    failures = pull_all(pullers, {"shared": [holder.peer_id]}, min_round=20, relays={"shared": relays})
-    assert failures == [{}, {}]
-    assert all(torch.equal(swarm.load("shared"), bundle) for swarm in pullers)
-
-
-def test_a_relay_that_lies_costs_time_but_not_the_version(cluster, seed):
-    one, _, _, holder, rogue = cluster
-    bundle = flat(seed, "shared")
-    version = holder.publish(21, {"shared": bundle})["shared"]
-
-    async def lie(channel, start, stop):
-        await send(channel, bytes(stop - start))
-
-    rogue.exchange.script = rogue_that(version, lie)
-    relays = [one.peer_id, rogue.peer_id]
-    failures = pull_all([one], {"shared": [holder.peer_id]}, min_round=21, relays={"shared": relays})
-    assert failures == [{}] and torch.equal(one.load("shared"), bundle)

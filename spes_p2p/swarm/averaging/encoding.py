@@ -1,9 +1,9 @@
-"""Encoding of the vectors that a peer averages and publishes, and the residuals of rounding."""
+"""Sizes of the vectors that peers publish; encoding of those that they average, and the residuals of rounding."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from spes_p2p.codecs.format import ErrorFeedback, Format, Segment
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import from_bytes, to_bytes
+from spes_p2p.codecs.vectors import from_bytes
 from spes_p2p.swarm.exchange.versions import CodecKind, vector_names
 from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import AnyName, VectorName
@@ -32,12 +32,8 @@ class Vectors:
     """The vectors that a run averages and publishes; the same on all of its peers.
 
     Attributes:
-        bundle_numel: Elements of a published vector, by kind: `shared`, `slot`, and those of their moments.
+        bundle_numel: Elements of a published fp32 vector, for the kinds `shared` and `slot`.
         segments: Contents and codecs of an averaged vector, for the kinds `shared` and `slot`: the delta, then moments.
-        advance: Makes the next version of a published vector from its name, its values and the mean delta; None if
-            versions always travel whole.
-        keyframe_rounds: Largest number of deltas that lead from one version to another.
-        coded: Contents and codecs of published vectors, by kind; kinds that are missing here travel in fp32.
         num_slots: Experts per layer of the run's model; by default as many as there are names for.
         initial: Digests of the versions of round 0 by name, if the run starts from a checkpoint.
         kept: The form in which slots travel to peers that do not train them; None if these take fp32 versions.
@@ -45,9 +41,6 @@ class Vectors:
 
     bundle_numel: Mapping[str, int] = field(default_factory=dict)
     segments: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
-    advance: Callable[[VectorName, Tensor, Tensor], Tensor] | None = None
-    keyframe_rounds: int = 0
-    coded: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
     num_slots: int = MAX_SLOTS
     initial: Mapping[str, str] = field(default_factory=dict)
     kept: KeptForm | None = None
@@ -62,10 +55,9 @@ class Vectors:
         return {name: "this run has no such version" for name in names if name not in self.names}
 
     @cached_property
-    def formats(self) -> Mapping[str, Format | KeptForm]:
-        """Formats of the coded kinds, kept forms among them."""
-        formats: dict[str, Format | KeptForm] = {kind: Format(segments) for kind, segments in self.coded.items()}
-        return formats if self.kept is None else formats | {KEPT_SLOT: self.kept}
+    def formats(self) -> Mapping[str, KeptForm]:
+        """Formats of the coded kinds."""
+        return {} if self.kept is None else {KEPT_SLOT: self.kept}
 
     def codec(self, name: str) -> CodecKind:
         """Return the codec that a published vector's version states."""
@@ -75,11 +67,6 @@ class Vectors:
         """Return the length of a published vector."""
         kind = VectorName(name).kind
         return self.formats[kind].num_bytes if kind in self.formats else 4 * self.bundle_numel[kind]
-
-    def encode(self, name: str, flat_N: Tensor) -> memoryview:
-        """Return the bytes of a vector to publish; a kept form is encoded already."""
-        format = self.formats.get(VectorName(name).kind)
-        return to_bytes(flat_N if format is None or VectorName(name).is_kept else format.encode(flat_N))
 
     def decode(self, name: str, data: bytes) -> Tensor:
         """Return the values of a published vector, or the bytes of a kept form, as a new tensor.
@@ -123,11 +110,6 @@ class DeltaEncoding:
         if key not in self._formats:
             self._formats[key] = Format(key)
         return self._formats[key]
-
-    def delta_bytes(self, kind: str) -> int:
-        """Return the size of an encoded delta; 0 if its codec is exact, because the next version is no larger."""
-        delta = self._cached(self._segments[kind][:1])
-        return 0 if delta.is_exact else delta.num_bytes
 
     # ------------------------------------------------------------------ contributions
 
@@ -181,15 +163,3 @@ class DeltaEncoding:
         """
         format = self.format(name, round)
         return format.decode(data, data.view(torch.float32) if format.is_exact else None)
-
-    def delta_of(self, name: str, data: Tensor) -> bytes:
-        """Return the delta's bytes of an encoded mean; empty if its codec is exact."""
-        return data[: self.delta_bytes(VectorName(name).kind)].numpy().tobytes()
-
-    def decode_delta(self, name: str, delta: bytes) -> Tensor:
-        """Return the values of an encoded mean delta.
-
-        Raises:
-            ExchangeError: wrong length, or a value that is not finite.
-        """
-        return self._cached(self._segments[VectorName(name).kind][:1]).decode(delta)

@@ -80,7 +80,6 @@ def means_of(attempt: Attempt, contribution: Contribution, encoding: DeltaEncodi
     return RoundResult(
         roster=roster,
         means=means,
-        encoded={name: delta for name in means if (delta := encoding.delta_of(name, attempt.averaged[name]))},
         dropped=dropped,
         num_clipped=sum(attempt.clipped.values()),
         matchmaking_seconds=attempt.matchmaking_seconds,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.downloads import RANGE_BYTES, Download, Range, relay_shares
+from spes_p2p.swarm.exchange.downloads import RANGE_BYTES, Download, Range
 from spes_p2p.swarm.exchange.protocol import (
     BUSY,
     DATA,
@@ -40,8 +40,7 @@ MAX_AT_ONCE_BYTES = 2 * RANGE_BYTES
 PIPELINED_RANGES = 2
 """Ranges requested from a peer at any time, so that it never waits for a request."""
 SLOW_SECONDS = 2.0
-SLOW_RELAY_SECONDS = 10.0
-"""Time for a range before another peer helps; relays send no faster than they receive."""
+"""Time for a range before another peer helps."""
 STALE_SECONDS = 20.0
 """Wait for the download budget after which a new stream is opened: the peer may have given this one up."""
 IDLE_SECONDS = 1.0
@@ -50,8 +49,6 @@ MAX_SENDERS = 4
 """Peers that one large payload comes from at a time."""
 OFFER_SECONDS = 2.0
 """Time for a peer to make an offer before the next one is asked as well."""
-RELAY_START_SECONDS = 5.0
-"""Time for a relay to make an offer before its share may come from other peers."""
 RECONNECT_SECONDS = 0.25
 MAX_DISCONNECTS = 3
 """Disconnects in a row, each with little sent, after which a peer is excluded."""
@@ -109,8 +106,6 @@ class Candidate:
     """A peer that may have the version; times are the event loop's seconds."""
 
     peer: str
-    is_relay: bool = False
-    """It fetches the version, too, and passes its share on."""
     retry_at: float = 0.0
     num_disconnects: int = 0
     """In a row, each with little sent."""
@@ -125,21 +120,18 @@ class Fetch:
 
     Args:
         wanted: The version.
-        base: Digest of this peer's newest version of that name, to which deltas are applied; "" for none.
+        have: Digest of this peer's newest version of that name; "" for none.
         exchange: Connects, counts and stores.
 
     Attributes:
         unchanged: The offered version, if its bytes are this peer's own.
-        relays: Peers that share the version out among themselves; empty after that has failed.
-        num_peers: Candidates left, relays not counted.
+        num_peers: Candidates left.
         changed: Fires at an offer, and when a candidate's task ends.
     """
 
-    def __init__(self, wanted: Wanted, base: str, exchange: Exchange) -> None:
+    def __init__(self, wanted: Wanted, have: str, exchange: Exchange) -> None:
         self.wanted = wanted
-        self.base = base
-        self.max_deltas = wanted.max_deltas if base else 0
-        self.relays = wanted.relays if exchange.peer_id in wanted.relays and len(wanted.relays) > 1 else ()
+        self.have = have
         self.num_peers = 1
         self.download: Download | None = None
         self.unchanged: Version | None = None
@@ -150,11 +142,6 @@ class Fetch:
         self._is_sent_at_once = False
 
     @property
-    def slow_seconds(self) -> float:
-        """Time for a range before another peer helps."""
-        return SLOW_RELAY_SECONDS if self.relays else SLOW_SECONDS
-
-    @property
     def is_complete(self) -> bool:
         """Whether nothing is missing."""
         return self.unchanged is not None or (self.download is not None and self.download.is_complete)
@@ -163,7 +150,6 @@ class Fetch:
         """Drop the bytes so far."""
         if self.download is not None:
             self.download.close()
-            self._exchange.relay(self.wanted.name, None)
         self.download = self.unchanged = None
 
     def close(self) -> None:
@@ -187,16 +173,15 @@ class Fetch:
             channel = await self._exchange.connect(candidate.peer)
             with contextlib.closing(channel), self._sent_at_once(request):
                 await channel.send_text(request.model_dump_json())
-                offer = self._check(request, Answer.parse(await channel.receive_text()))
+                offer = self._check(Answer.parse(await channel.receive_text()))
                 if offer is None:
                     return
-                version, answer, num_bytes = offer
                 candidate.has_offered = True
                 offered_at = loop.time()
-                await self._reserve(candidate.peer, num_bytes)
+                await self._reserve(candidate.peer, offer.num_bytes)
                 is_first = self.download is None
                 if loop.time() - offered_at < STALE_SECONDS and (is_first or not request.at_once):
-                    download = self._join(candidate, version, answer, num_bytes, deadline)
+                    download = self._join(offer, deadline)
                     return await self._receive_all(channel, candidate, download, at_once=request.at_once)
 
     @contextlib.contextmanager
@@ -208,8 +193,8 @@ class Fetch:
         finally:
             self._is_sent_at_once &= not request.at_once
 
-    def _check(self, request: Request, answer: Answer) -> tuple[Version, Answer, int] | None:
-        """Return a verified offer and its payload's bytes; None if this peer's version is the newest."""
+    def _check(self, answer: Answer) -> Version | None:
+        """Return a verified offer; None if this peer's version is the newest."""
         if answer.state == "busy":
             raise BusyError("is busy")
         if answer.state in ("absent", "refused"):
@@ -218,8 +203,8 @@ class Fetch:
         version = Version.verify(answer.version, self._exchange.run_id)
         self.wanted.check(version)
         if answer.state != "same":
-            return version, answer, self.wanted.payload_bytes(version, answer, request.max_deltas)
-        if not self.base or version.digest != self.base:  # guard: nothing-changed
+            return version
+        if not self.have or version.digest != self.have:  # guard: nothing-changed
             raise ExchangeError("says that nothing has changed, which is not so")
         self.unchanged = version
         return None
@@ -231,37 +216,28 @@ class Fetch:
             name=self.wanted.name,
             min_round=self.wanted.min_round,
             timeout=seconds,
-            have=self.base,
-            max_deltas=self.max_deltas if download is None else download.answer.num_deltas,
+            have=self.have,
             digest="" if download is None else download.version.digest,
-            at_once=download is None and not self._is_sent_at_once and not self.relays and is_small,
+            at_once=download is None and not self._is_sent_at_once and is_small,
         )
 
     async def _reserve(self, peer: str, num_bytes: int) -> None:
-        """Wait for a share of the download budget; relays do not, as they might wait for each other for ever."""
-        if not self.relays:
-            if self._reservation is None:
-                self._reserved = peer, num_bytes
-                self._reservation = asyncio.ensure_future(self._exchange.budget.acquire(peer, num_bytes))
-            await asyncio.shield(self._reservation)
+        """Wait for a share of the download budget."""
+        if self._reservation is None:
+            self._reserved = peer, num_bytes
+            self._reservation = asyncio.ensure_future(self._exchange.budget.acquire(peer, num_bytes))
+        await asyncio.shield(self._reservation)
 
-    def _join(
-        self, candidate: Candidate, version: Version, answer: Answer, num_bytes: int, deadline: float
-    ) -> Download:
+    def _join(self, version: Version, deadline: float) -> Download:
         """Return the download to which an offer adds: a new one if the present one will miss the deadline."""
         download = self.download
         if download is not None:
-            offered = version.digest, answer.state, num_bytes
-            if offered == (download.version.digest, download.answer.state, download.num_bytes):
+            if version.digest == download.version.digest:
                 return download
             if not download.will_miss(deadline):
                 raise DisconnectedError("offers another version than those before")
             self.drop()
-        me, uplinks = self._exchange.peer_id, self.wanted.uplinks
-        shares = relay_shares(self.relays, me, candidate.peer, uplinks) if self.relays else None
-        self.download = Download(answer, version, self.base, num_bytes, shares)
-        if shares:
-            self._exchange.relay(version.name, self.download)
+        self.download = Download(version)
         self.changed.fire()
         return self.download
 
@@ -287,11 +263,9 @@ class Fetch:
                 download.finish(range)
 
     def _claim(self, candidate: Candidate, download: Download, *, may_take_over: bool) -> Range | None:
-        only_its_share = candidate.is_relay and self.num_peers > 0  # without holders, relays may have all of it by now
-        max_bytes = RANGE_BYTES if self.num_peers > 1 and not self.relays else download.num_bytes
-        range = download.claim(candidate.peer, max_bytes, only_its_share=only_its_share)
-        if range is None and may_take_over and not only_its_share:
-            return download.take_over(candidate.peer, self.slow_seconds)
+        range = download.claim(candidate.peer, RANGE_BYTES if self.num_peers > 1 else download.num_bytes)
+        if range is None and may_take_over:
+            return download.take_over(candidate.peer, SLOW_SECONDS)
         return range
 
     async def _receive(self, channel: Channel, candidate: Candidate, download: Download, range: Range) -> None:
@@ -316,13 +290,11 @@ class Fetch:
 class Pull:
     """Fetches one version, from the first candidates that offer it; preferred ones come first in `peers`."""
 
-    def __init__(self, wanted: Wanted, peers: Sequence[str], base: str, exchange: Exchange) -> None:
-        me = exchange.peer_id
+    def __init__(self, wanted: Wanted, peers: Sequence[str], have: str, exchange: Exchange) -> None:
         self._wanted = wanted
         self._exchange = exchange
-        self._fetch = Fetch(wanted, base, exchange)
-        self._peers = [Candidate(peer) for peer in dict.fromkeys(peers) if peer != me]
-        self._relays = [Candidate(peer, is_relay=True) for peer in self._fetch.relays if peer != me]
+        self._fetch = Fetch(wanted, have, exchange)
+        self._peers = [Candidate(peer) for peer in dict.fromkeys(peers) if peer != exchange.peer_id]
         self._fetch.num_peers = len(self._peers)
         self._suspect: Download | None = None
         """A payload from several peers that failed verification: the next one comes from a single peer."""
@@ -351,24 +323,17 @@ class Pull:
                 self._collect(loop.time())
                 now = loop.time()
                 if now >= deadline:
-                    late = [c.peer[-6:] for c in self._candidates() if c.task or self._retry_at(c)]
+                    late = [c.peer[-6:] for c in self._peers if c.task or self._retry_at(c)]
                     self._reasons.append(f"out of time, waiting for {', '.join(late) or 'no peer'}")
                     return
-                if not self._candidates():
+                if not self._peers:
                     return
                 self._ask(now, deadline)
-                idle = [self._retry_at(c) for c in self._candidates() if c.task is None]
+                idle = [self._retry_at(c) for c in self._peers if c.task is None]
                 paused = [retry_at for retry_at in idle if retry_at > now]
                 await self._fetch.changed.wait(min([deadline, now + OFFER_SECONDS / 2, *paused]) - now)
         finally:
             await self._stop()
-
-    def _candidates(self) -> list[Candidate]:
-        return [*self._peers, *(self._relays if self._uses_relays else ())]
-
-    @property
-    def _uses_relays(self) -> bool:
-        return self._fetch.download is not None and len(self._relays) > 0 and self._suspect is None
 
     def _ask(self, now: float, deadline: float) -> None:
         """Ask more candidates if too few are asked, or those asked are slow."""
@@ -377,12 +342,6 @@ class Pull:
         idle = [c for c in self._peers if c.task is None and self._retry_at(c) <= now]
         for candidate in idle[: max(0, min(self._num_senders() - len(promising), MAX_SENDERS - len(asked)))]:
             self._start(candidate, now, deadline)
-        if self._uses_relays and self._fetch.download is not None:
-            for relay in self._relays:
-                if relay.task is None and self._retry_at(relay) <= now:
-                    self._start(relay, now, deadline)
-                elif not relay.has_offered and relay.asked_at and now - relay.asked_at > RELAY_START_SECONDS:
-                    self._fetch.download.release(relay.peer)
 
     def _retry_at(self, candidate: Candidate) -> float:
         return max(candidate.retry_at, self._exchange.backoff.retry_at(candidate.peer))
@@ -391,10 +350,10 @@ class Pull:
         """Return the number of peers to fetch from at once: one, unless the payload is large or comes slowly."""
         if self._suspect is not None:
             return 1
-        if self._fetch.download is not None and self._fetch.download.slowest(self._fetch.slow_seconds) is not None:
+        if self._fetch.download is not None and self._fetch.download.slowest(SLOW_SECONDS) is not None:
             return MAX_SENDERS
         num_bytes = self._wanted.num_bytes if self._fetch.download is None else self._fetch.download.num_bytes
-        return MAX_SENDERS if num_bytes > MAX_AT_ONCE_BYTES and not self._relays else 1
+        return MAX_SENDERS if num_bytes > MAX_AT_ONCE_BYTES else 1
 
     def _start(self, candidate: Candidate, now: float, deadline: float) -> None:
         candidate.asked_at = now
@@ -405,7 +364,7 @@ class Pull:
 
     def _collect(self, now: float) -> None:
         """Handle the candidates whose fetch has failed: retry them later, or exclude them."""
-        for candidate in self._candidates():
+        for candidate in list(self._peers):
             if candidate.task is None or not candidate.task.done():
                 continue
             error = candidate.task.exception()
@@ -420,8 +379,6 @@ class Pull:
             candidate.num_bytes = 0
             if self._suspect is not None:
                 self._fetch.drop()  # with bytes of two peers, a failed verification would not show the liar
-            elif self._fetch.download is not None:
-                self._fetch.download.release(candidate.peer)
             if is_busy:
                 self._exchange.backoff.record_busy(candidate.peer, now)
             elif isinstance(error, DisconnectedError) and candidate.num_disconnects < MAX_DISCONNECTS:
@@ -434,19 +391,18 @@ class Pull:
     def _may_fetch_it_first(self, candidate: Candidate) -> bool:
         """Tell whether a peer without the version may get it later; its author has it by now or never."""
         authors = self._wanted.authors
-        return bool(authors) and candidate.peer not in authors and not candidate.is_relay
+        return bool(authors) and candidate.peer not in authors
 
     def _exclude(self, peers: set[str]) -> None:
         self._peers = [c for c in self._peers if c.peer not in peers]
-        self._relays = [c for c in self._relays if c.peer not in peers]
         self._fetch.num_peers = len(self._peers)
 
     async def _stop(self) -> None:
-        tasks = [c.task for c in (*self._peers, *self._relays) if c.task is not None]
+        tasks = [c.task for c in self._peers if c.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for candidate in (*self._peers, *self._relays):
+        for candidate in self._peers:
             candidate.task = None
 
     # ------------------------------------------------------------------ verifying
@@ -470,19 +426,14 @@ class Pull:
         return True
 
     def _blame(self, download: Download | None, error: ExchangeError) -> None:
-        """Give up relays; then deltas, or parallel senders, or the only sender."""
-        self._fetch.relays = ()
-        self._relays = []
+        """Give up parallel senders, or the only sender."""
         if download is None:
-            self._fetch.base = ""
-            self._fetch.max_deltas = 0
+            self._fetch.have = ""
             return
         names = ", ".join(sorted(peer[-6:] for peer in download.senders))
         self._reasons.append(f"{names}: {error!r}")
         log.warning("%s from %s: %s", self._wanted.name, names, error)
-        if download.answer.state == "deltas":
-            self._fetch.max_deltas = 0
-        elif len(download.senders) > 1:
+        if len(download.senders) > 1:
             self._suspect = download
         else:
             self._exclude(download.senders)  # guard: bad-sender

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.protocol import Answer, Request, Signal
+from spes_p2p.swarm.exchange.protocol import Signal
 from spes_p2p.swarm.exchange.versions import Version
 
 RANGE_BYTES = 2**21
@@ -81,23 +79,17 @@ class Range:
 
 @dataclass
 class _Gap:
-    """Bytes not requested yet; `owner` is the peer to send them, "" any peer."""
+    """Bytes not requested yet."""
 
     start: int
     stop: int
-    owner: str = ""
 
 
 class Download:
     """One payload: its bytes so far, and the division of the rest among its senders.
 
     Args:
-        answer: The accepted offer.
         version: The offered version, verified.
-        base: Digest of the version to which its deltas are applied.
-        num_bytes: Exact length.
-        shares: Weight by peer, in order, of the part to request from that peer first; None lets each peer send the
-            next part.
 
     Attributes:
         data: The payload; received bytes are in place.
@@ -106,17 +98,13 @@ class Download:
         changed: Fires when bytes or gaps have changed.
     """
 
-    def __init__(
-        self, answer: Answer, version: Version, base: str, num_bytes: int, shares: Mapping[str, float] | None = None
-    ) -> None:
-        self.answer = answer
+    def __init__(self, version: Version) -> None:
         self.version = version
-        self.base = base
-        self.num_bytes = num_bytes
-        self.data = bytearray(num_bytes)
+        self.num_bytes = version.num_bytes
+        self.data = bytearray(self.num_bytes)
         self.ranges: list[Range] = []
         self.is_closed = False
-        self._gaps = _divide(num_bytes, shares or {"": 1.0})
+        self._gaps = [_Gap(0, self.num_bytes)]
         self._active: set[Range] = set()
         self._num_received = 0
         self.changed = Signal()
@@ -131,29 +119,19 @@ class Download:
         """Peers that have sent some of it."""
         return {range.peer for range in self.ranges if range.position > range.first}
 
-    def satisfies(self, request: Request) -> bool:
-        """Tell whether these are the bytes that a relay requests of a version it knows from another peer."""
-        if self.is_closed or request.digest != self.version.digest:
-            return False
-        if not request.max_deltas:
-            return self.answer.state == "whole"
-        return self.base == request.have and self.answer.num_deltas == request.max_deltas
-
     # ------------------------------------------------------------------ dividing
 
-    def claim(self, peer: str, max_bytes: int, *, only_its_share: bool = False) -> Range | None:
-        """Return the next range to request from a peer: of its own share, or of the part that any peer may send."""
-        for owner in (peer,) if only_its_share else (peer, ""):
-            for gap in self._gaps:
-                if gap.owner == owner:
-                    stop = min(gap.stop, gap.start + max_bytes)
-                    range = Range(peer, gap.start, stop)
-                    gap.start = stop
-                    self._gaps = [gap for gap in self._gaps if gap.start < gap.stop]
-                    self.ranges.append(range)
-                    self._active.add(range)
-                    return range
-        return None
+    def claim(self, peer: str, max_bytes: int) -> Range | None:
+        """Return the next range to request from a peer."""
+        self._gaps = [gap for gap in self._gaps if gap.start < gap.stop]
+        if not self._gaps:
+            return None
+        gap = self._gaps[0]
+        range = Range(peer, gap.start, min(gap.stop, gap.start + max_bytes))
+        gap.start = range.stop
+        self.ranges.append(range)
+        self._active.add(range)
+        return range
 
     def will_miss(self, deadline: float) -> bool:
         """Tell whether no peer sends, or one so slowly that its range is not here by then, in the loop's seconds."""
@@ -176,13 +154,6 @@ class Download:
         self._gaps.append(_Gap(middle, slowest.stop))
         slowest.stop = middle
         return self.claim(peer, length)
-
-    def release(self, peer: str) -> None:
-        """Let any peer send the share of one that does not."""
-        for gap in self._gaps:
-            if gap.owner == peer:
-                gap.owner = ""
-        self.changed.fire()
 
     # ------------------------------------------------------------------ receiving
 
@@ -209,25 +180,6 @@ class Download:
 
     # ------------------------------------------------------------------ reading
 
-    async def wait_for(self, start: int, stop: int, seconds: float) -> int:
-        """Wait until the bytes from `start` to `stop` are here; return the offset up to which more are.
-
-        Raises:
-            ExchangeError: they did not come in time.
-        """
-        deadline = asyncio.get_running_loop().time() + seconds
-        while (reached := self._reached(start)) < stop:
-            remaining = deadline - asyncio.get_running_loop().time()
-            if remaining <= 0 or self.is_closed:
-                raise ExchangeError(f"{self.version.name} did not arrive here")
-            await self.changed.wait(remaining)
-        return reached
-
-    def _reached(self, start: int) -> int:
-        while found := next((range for range in self.ranges if range.first <= start < range.position), None):
-            start = found.position
-        return start
-
     def senders_unlike(self, other: Download) -> set[str]:
         """Return the peers whose bytes differ from those in `other`."""
         return {
@@ -235,26 +187,3 @@ class Download:
             for range in self.ranges
             if self.data[range.first : range.position] != other.data[range.first : range.position]
         }
-
-
-def _divide(num_bytes: int, weights: Mapping[str, float]) -> list[_Gap]:
-    total, edges = sum(weights.values()), [0]
-    reached = 0.0
-    for weight in weights.values():
-        reached += weight
-        edges.append(round(num_bytes * reached / total))
-    spans = zip(weights, edges[:-1], edges[1:], strict=True)
-    return [_Gap(start, stop, owner) for owner, start, stop in spans if start < stop]
-
-
-def relay_shares(relays: Sequence[str], me: str, holder: str, uplinks: Mapping[str, float]) -> dict[str, float]:
-    """Divide a payload among the relays that fetch it, alike on all of them: weights by the peer that sends the part.
-
-    Args:
-        relays: All relays, in an order that they share.
-        me: This relay's id; its own part comes from the holder, the others' parts from them.
-        holder: A peer that has the payload.
-        uplinks: The relays' uplinks; those left out count as the fastest.
-    """
-    fastest = max(uplinks.values(), default=1.0)
-    return {holder if peer == me else peer: uplinks.get(peer, fastest) for peer in relays}

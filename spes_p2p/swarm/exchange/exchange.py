@@ -9,17 +9,15 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from spes_p2p.codecs.format import Format
 from spes_p2p.codecs.kept import KeptForm
-from spes_p2p.codecs.vectors import digest, to_bytes
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange.client import Backoff, Pull
 from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget
@@ -28,7 +26,6 @@ from spes_p2p.swarm.exchange.protocol import (
     DATA,
     END,
     FRAME_BYTES,
-    MAX_DELTAS,
     Answer,
     Channel,
     DisconnectedError,
@@ -53,14 +50,9 @@ INVENTORY_SECONDS = 10.0
 MAX_NAMES = 4200
 PARALLEL_OFFERS = 16
 """Versions requested at a time; until a peer has them, they cost nothing."""
-RELAYED_BYTES = FRAME_BYTES // 4
-"""Bytes of an unfinished download that are passed on together."""
-RELAY_SECONDS = 20.0
 MAX_UPLOADS = 32
 MAX_NON_MEMBER_UPLOADS = 4
 """Uploads, among those, to peers that were not in the last round: training goes before joining."""
-MAX_RELAYED = 64
-"""Uploads of unfinished downloads; most of them wait."""
 MAX_STREAMS_PER_PEER = 64
 QUEUE_SECONDS = 5.0
 """Time for which an upload waits for its turn before the answer is BUSY."""
@@ -69,64 +61,34 @@ LONGEST_WAIT_SECONDS = 10.0
 NUM_READERS = 2
 BLOCK_BYTES = 4 * FRAME_BYTES
 
-ApplyDelta = Callable[[str, Tensor, bytes], Tensor]
-"""From a name, its vector, and an encoded mean delta to the next vector."""
 
+class Payload:
+    """An offer and its bytes: a file, held open so that it can be read after its deletion.
 
-class FilePayload:
-    """An offer and its bytes: files in a row, held open, so that they can be read after their deletion.
-
-    Threads read them, so that a slow disk does not block the event loop.
+    Threads read it, so that a slow disk does not block the event loop.
 
     Raises:
-        FileNotFoundError: a file is gone.
+        FileNotFoundError: the file is gone.
     """
 
-    def __init__(self, answer: Answer, paths: Sequence[Path], readers: Executor) -> None:
+    def __init__(self, answer: Answer, path: Path | None, readers: Executor) -> None:
         self.answer = answer
         self._readers = readers
-        self._files: list[int] = []
-        try:
-            for path in paths:
-                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:
-            self.close()
-            raise
-        self._sizes = [os.fstat(file).st_size for file in self._files]
-        self.num_bytes = sum(self._sizes)
+        self._file = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.num_bytes = 0 if self._file is None else os.fstat(self._file).st_size
 
     async def read(self, start: int, stop: int) -> bytes:
         """Return bytes from `start` on, at least one, up to `stop` at most."""
-        for file, size in zip(self._files, self._sizes, strict=True):
-            if start < size:
-                count = min(stop, size) - start
-                return await asyncio.get_running_loop().run_in_executor(self._readers, os.pread, file, count, start)
-            start, stop = start - size, stop - size
-        raise EOFError("a range beyond the end")
+        assert self._file is not None
+        loop = asyncio.get_running_loop()
+        if not (data := await loop.run_in_executor(self._readers, os.pread, self._file, stop - start, start)):
+            raise EOFError("a range beyond the end")
+        return data
 
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
-
-
-class RelayedPayload:
-    """An offer and its bytes: a download under way, passed on unverified; its receivers verify the whole."""
-
-    def __init__(self, download: Download) -> None:
-        self.answer = download.answer
-        self.num_bytes = download.num_bytes
-        self._download = download
-
-    async def read(self, start: int, stop: int) -> memoryview:
-        enough = min(stop, start + RELAYED_BYTES)
-        reached = await self._download.wait_for(start, enough, RELAY_SECONDS)
-        return memoryview(self._download.data)[start : min(reached, stop)]
-
-    def close(self) -> None:
-        """Do nothing: the pull closes its download."""
-
-
-Payload: TypeAlias = FilePayload | RelayedPayload
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class Server:
@@ -134,25 +96,22 @@ class Server:
 
     Args:
         store: This peer's versions.
-        relayed: Downloads under way that are shared out among relays, by name.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
 
     Attributes:
         bytes_out: Payload bytes sent.
-        changed: Fires when the store or `relayed` has changed.
+        changed: Fires when the store has changed.
     """
 
-    def __init__(self, store: VersionStore, relayed: Mapping[str, Download], uplink_mbit: float | None) -> None:
+    def __init__(self, store: VersionStore, uplink_mbit: float | None) -> None:
         self.bytes_out = 0
         self.changed = Signal()
         self._store = store
-        self._relayed = relayed
         self._rate_limit = RateLimit(uplink_mbit)
         self._readers = ThreadPoolExecutor(NUM_READERS, "serving")
         self._streams: Counter[str] = Counter()
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
         self._non_member_uploads = asyncio.Semaphore(MAX_NON_MEMBER_UPLOADS)
-        self._partial_uploads = asyncio.Semaphore(MAX_RELAYED)
         self._members: Collection[str] = ()
         self._reserved_until = 0.0
 
@@ -226,30 +185,17 @@ class Server:
             payload = self._payload(request)
             if payload is not None or (remaining := deadline - time.monotonic()) <= 0:
                 return payload
-            download = self._relayed.get(request.name)
-            if download and request.digest == download.version.digest and not download.satisfies(request):
-                return None  # the version arrives here in a form that does not help the caller
             await self.changed.wait(remaining)
 
     def _payload(self, request: Request) -> Payload | None:
-        version, download = self._store.find(request.name, request.digest), self._relayed.get(request.name)
-        if version is None and download is not None and download.satisfies(request):
-            return RelayedPayload(download)
-        version = version or self._store.find(request.name)
+        version = self._store.find(request.name, request.digest) or self._store.find(request.name)
         if version is None or version.round < request.min_round:
             return None
         described = version.model_dump_json()
         if version.digest == request.have:
-            return FilePayload(Answer(state="same", version=described), [], self._readers)
-        chain = self._store.deltas.chain(request.name, request.have, version.digest, request.max_deltas)
+            return Payload(Answer(state="same", version=described), None, self._readers)
         try:
-            if chain:
-                answer = Answer(state="deltas", version=described, num_deltas=len(chain))
-                payload = FilePayload(answer, [delta.path for delta in chain], self._readers)
-                if payload.num_bytes < version.num_bytes:
-                    return payload
-                payload.close()
-            return FilePayload(Answer(state="whole", version=described), [self._store.path(version)], self._readers)
+            return Payload(Answer(state="whole", version=described), self._store.path(version), self._readers)
         except FileNotFoundError:  # a newer version has replaced it
             return None
 
@@ -258,7 +204,7 @@ class Server:
     async def _send(self, channel: Channel, peer: str, payload: Payload, start: int, stop: int) -> None:
         """Send a range; BUSY in place of all or the rest of it if the peer must wait."""
         async with contextlib.AsyncExitStack() as held:
-            limits = [self._partial_uploads if isinstance(payload, RelayedPayload) else self._uploads]
+            limits = [self._uploads]
             if self._is_non_member(peer):
                 limits.insert(0, self._non_member_uploads)
             for limit in limits:
@@ -310,11 +256,8 @@ class Exchange:
         self._offers = asyncio.Semaphore(PARALLEL_OFFERS)
         self._node = node
         self._store = store
-        self._apply_delta: ApplyDelta | None = None
-        self._delta_bytes: Mapping[str, int] = {}
-        self._formats: Mapping[str, Format | KeptForm] = {}
-        self._relayed: dict[str, Download] = {}
-        self.server = Server(store, self._relayed, uplink_mbit)
+        self._formats: Mapping[str, KeptForm] = {}
+        self.server = Server(store, uplink_mbit)
         store.on_change = lambda: node.notify(self.server.changed.fire)
         if serve:
             node.run(self._listen(), INVENTORY_SECONDS)
@@ -327,19 +270,7 @@ class Exchange:
     def _service(self, service: str) -> str:
         return f"{self.run_id}::exchange.{service}"
 
-    def accept_deltas(self, apply: ApplyDelta, delta_bytes: Mapping[str, int], keyframe_rounds: int) -> None:
-        """Fetch deltas in place of whole versions where they are smaller, and keep them for other peers.
-
-        Args:
-            apply: Applies one delta.
-            delta_bytes: Exact bytes of a delta by kind of vector; kinds left out come whole.
-            keyframe_rounds: Most deltas in a row.
-        """
-        self._apply_delta = apply
-        self._delta_bytes = delta_bytes
-        self._store.deltas.keep = keyframe_rounds
-
-    def accept_formats(self, formats: Mapping[str, Format | KeptForm]) -> None:
+    def accept_formats(self, formats: Mapping[str, KeptForm]) -> None:
         """Fetch vectors of these kinds only if they are encoded in these formats."""
         self._formats = formats
 
@@ -418,8 +349,6 @@ class Exchange:
         min_round: int,
         timeout: float,
         max_bytes: Mapping[AnyName, int],
-        relays: Mapping[AnyName, Sequence[str]] | None = None,
-        uplinks: Mapping[str, float] | None = None,
         authors: Mapping[AnyName, Collection[str]] | None = None,
         digests: Mapping[AnyName, str] | None = None,
     ) -> dict[AnyName, str]:
@@ -435,10 +364,6 @@ class Exchange:
                 name,
                 min_round,
                 max_bytes[name],
-                delta_bytes=self._delta_bytes.get(kind, 0),
-                max_deltas=min(self._store.deltas.keep, MAX_DELTAS) if kind in self._delta_bytes else 0,
-                relays=(relays or {}).get(name, ()),
-                uplinks=uplinks or {},
                 codec="coded" if kind in self._formats else "fp32",
                 authors=(authors or {}).get(name, ()),
                 refused=self._store.refused,
@@ -467,14 +392,6 @@ class Exchange:
         """Open a channel to a peer that serves versions."""
         return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
 
-    def relay(self, name: str, download: Download | None) -> None:
-        """Serve the bytes that have arrived of a version to other relays; None ends that."""
-        if download is None:
-            self._relayed.pop(name, None)
-        else:
-            self._relayed[name] = download
-        self.server.changed.fire()
-
     async def accept(self, version: Version, download: Download | None) -> None:
         """Verify and store a complete download; without one, store a version whose bytes this peer has.
 
@@ -488,10 +405,8 @@ class Exchange:
         await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _add(self, version: Version, download: Download) -> None:
-        data, steps = memoryview(download.data), list[tuple[str, str, bytes]]()
-        if download.answer.state == "deltas":
-            data, steps = self._apply_deltas(version.name, download)
-        if (steps[-1][1] if steps else digest(data)) != version.digest:  # guard: download-digest
+        data = memoryview(download.data)
+        if digest(data) != version.digest:  # guard: download-digest
             raise ExchangeError(f"bytes of {version.name} do not match their digest")
         if version.codec == "fp32":
             low, high = torch.frombuffer(data, dtype=torch.float32).aminmax()  # both are NaN if any element is
@@ -499,21 +414,4 @@ class Exchange:
                 raise ExchangeError(f"{version.name} holds NaN or infinity")
         if version.codec == "coded":
             self._formats[VectorName(version.name).kind].decode(data)
-        for base, after, delta in steps:
-            self._store.deltas.add(version.name, base, after, delta)
         self._store.add({version.name: (version, data)})
-
-    def _apply_deltas(self, name: str, download: Download) -> tuple[memoryview, list[tuple[str, str, bytes]]]:
-        """Return the bytes to which a chain of deltas leads, and its steps: digests before and after, and the delta."""
-        assert self._apply_delta is not None
-        vector_N = self._store.load(name, download.base)
-        size, base, steps = download.num_bytes // download.answer.num_deltas, download.base, []
-        for start in range(0, download.num_bytes, size):
-            delta = bytes(download.data[start : start + size])
-            try:
-                vector_N = self._apply_delta(name, vector_N, delta)
-            except ValueError as error:
-                raise ExchangeError(f"a delta of {name} cannot be applied: {error}") from error
-            steps.append((base, digest(vector_N), delta))
-            base = steps[-1][1]
-        return to_bytes(vector_N), steps

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self, TypeVar
 
 from hivemind.p2p import PeerID
@@ -24,8 +24,6 @@ from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Count, Digest, Strict
 
 MAX_WAIT_SECONDS = 3600.0
-MAX_DELTAS = 256
-
 
 AnswerType = TypeVar("AnswerType", bound="Message")
 
@@ -52,8 +50,6 @@ class Request(Message):
     """Seconds that the caller waits for such a version to be published."""
     have: Digest | Literal[""] = ""
     """The caller's own version."""
-    max_deltas: Annotated[int, Field(ge=0, le=MAX_DELTAS)] = 0
-    """Most deltas that the caller would apply to its own version."""
     digest: Digest | Literal[""] = ""
     """The version that the caller has begun to fetch from another peer, and prefers."""
     at_once: bool = False
@@ -63,12 +59,11 @@ class Request(Message):
 class Answer(Message):
     """Offers a version, or says why not."""
 
-    state: Literal["busy", "absent", "refused", "same", "deltas", "whole"]
+    state: Literal["busy", "absent", "refused", "same", "whole"]
     """`busy`: ask again later; `absent`: no such version; `refused`: malformed request; `same`: the caller's version is
-    the newest; `deltas` and `whole`: what the payload consists of."""
+    the newest; `whole`: the payload is the version's bytes."""
     version: Annotated[str, Field(max_length=4096)] = ""
     """The signed description of the offered version."""
-    num_deltas: Annotated[int, Field(ge=0, le=MAX_DELTAS)] = 0
 
 
 @dataclass
@@ -79,10 +74,6 @@ class Wanted:
         name: The version's name.
         min_round: Oldest round that helps.
         num_bytes: Exact bytes of a vector; most bytes of a document.
-        delta_bytes: Exact bytes of one delta; 0 if none can be applied.
-        max_deltas: Most deltas to apply.
-        relays: Peers, this one included, that fetch the version now and share it out among themselves; usually none.
-        uplinks: The relays' uplinks in 10^6 bits per second.
         codec: Encoding of the bytes.
         authors: Peers that made the version; see `Swarm.pull`.
         refused: Versions not to fetch; None refuses none.
@@ -92,10 +83,6 @@ class Wanted:
     name: str
     min_round: int
     num_bytes: int
-    delta_bytes: int = 0
-    max_deltas: int = 0
-    relays: Sequence[str] = ()
-    uplinks: Mapping[str, float] = field(default_factory=dict)
     codec: CodecKind = "fp32"
     authors: Collection[str] = ()
     refused: RefusedVersions | None = None
@@ -120,26 +107,6 @@ class Wanted:
                 f"offered {version.name} of round {version.round}, {version.num_bytes} bytes, {version.codec}; "
                 f"wanted {self.name} of round {self.min_round}, {self.num_bytes} bytes, {codec}"
             )
-
-    def payload_bytes(self, version: Version, answer: Answer, max_deltas: int) -> int:
-        """Return the exact bytes of an offered payload.
-
-        Args:
-            version: The offered version.
-            answer: The offer.
-            max_deltas: Most deltas that were requested.
-
-        Raises:
-            ExchangeError: the offer is impossible.
-        """
-        if answer.state == "whole":
-            return version.num_bytes
-        num_bytes = answer.num_deltas * self.delta_bytes
-        if (  # guard: delta-count
-            answer.state != "deltas" or not 0 < answer.num_deltas <= max_deltas or not 0 < num_bytes < version.num_bytes
-        ):
-            raise ExchangeError(f"offered {answer.num_deltas} deltas ({answer.state}), of at most {max_deltas}")
-        return num_bytes
 
 
 FRAME_BYTES = 2**18

@@ -1,36 +1,28 @@
-"""Versions on disk, and the deltas between them.
+"""Versions on disk.
 
-Versions lie on disk, not in memory: slots that a peer does not train cost it no memory, a restarted peer still has
+They lie on disk, not in memory: slots that a peer does not train cost it no memory, a restarted peer still has
 them, and the last copy of a dead peer's expert survives on each peer that has pulled it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
-import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import block_hashes, digest_of, has_digest, hashes_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version, is_document
-from spes_p2p.swarm.names import SLOT, AnyName
+from spes_p2p.swarm.names import AnyName
 
 log = logging.getLogger(__name__)
 
-_DELTA_FILE = re.compile(rf"^((?:shared|{SLOT}))\.([0-9a-f]{{64}})\.from\.([0-9a-f]{{64}})\.delta$")
 PIECE_BYTES = 2**18
 """Bytes written at a time; larger writes cost ten times the processor's time where memory is fragmented."""
 SPARE_LINES = 256
@@ -38,74 +30,6 @@ SPARE_LINES = 256
 INDEX = "index.jsonl"
 KEEP_PER_NAME = 2
 """Versions kept of each name: the newest, and the one that slower peers may still be fetching."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    """An encoded delta between two versions.
-
-    Attributes:
-        base: Digest of the version before it.
-        digest: Digest of the version after it.
-        path: The file.
-    """
-
-    base: str
-    digest: str
-    path: Path
-
-
-class DeltaStore:
-    """The last deltas of each name, safe to use from several threads.
-
-    They outlive the versions between them. The files' names are the index; a chain that leads elsewhere fails the
-    check of the digest at its end.
-
-    Args:
-        directory: Folder of the store; deltas from before a restart are used again.
-
-    Attributes:
-        keep: Most deltas kept of each name; 0 stores no new ones.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.keep = 0
-        self._directory = directory
-        self._lock = threading.Lock()
-        self._deltas: dict[str, dict[str, Delta]] = {}
-        for path in sorted(directory.glob("*.delta"), key=lambda path: path.stat().st_mtime_ns):
-            if found := _DELTA_FILE.match(path.name):
-                name, digest, base = found.groups()
-                self._deltas.setdefault(name, {})[digest] = Delta(base, digest, path)
-
-    def add(self, name: str, base: str, digest: str, data: bytes | memoryview) -> None:
-        """Store a delta as the newest of its name."""
-        if not self.keep:
-            return
-        path = self._directory / f"{name}.{digest}.from.{base}.delta"
-        with contextlib.ExitStack() as stack:
-            with write_atomic(path, durable=False) as file:
-                file.write(data)
-                stack.enter_context(self._lock)  # before the file appears, so that no other thread deletes it unlisted
-            kept = self._deltas.setdefault(name, {})
-            replaced = kept.pop(digest, None)
-            kept[digest] = Delta(base, digest, path)
-            dropped = [kept.pop(oldest) for oldest in list(kept)[: max(0, len(kept) - self.keep)]]
-            for old in [*dropped, *([replaced] if replaced else [])]:
-                if old.path != path:
-                    old.path.unlink(missing_ok=True)
-
-    def chain(self, name: str, base: str, digest: str, max_deltas: int) -> Sequence[Delta]:
-        """Return the deltas from `base` to `digest`, in order; none if there is a gap, or more than `max_deltas`."""
-        chain: list[Delta] = []
-        with self._lock:
-            kept = self._deltas.get(name, {})
-            while digest != base:
-                if digest not in kept or len(chain) >= min(max_deltas, len(kept)):
-                    return []
-                chain.append(kept[digest])
-                digest = kept[digest].base
-        return chain[::-1]
 
 
 class VersionStore:
@@ -119,7 +43,6 @@ class VersionStore:
         run_id: Versions of other runs are refused.
 
     Attributes:
-        deltas: Deltas that lead from older versions to these.
         refused: Digests of bad versions, which must not come back.
         on_change: Called after each addition, in the thread that adds.
     """
@@ -136,7 +59,6 @@ class VersionStore:
         self._num_lines = 0
         self._stored: set[str] = set()
         """Digests of the versions here whose files this process has written."""
-        self.deltas = DeltaStore(directory)
         self._read_index()
 
     def newest(self) -> dict[str, Version]:
@@ -283,19 +205,6 @@ class VersionStore:
             if not is_known:
                 self._check(version, digest_of(hashes_of_file(self.path(version))))
             return PagedVector.of_file(self.path(version))
-        except OSError as error:
-            raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
-
-    def load(self, name: str, digest: str) -> Tensor:
-        """Return a version as a new fp32 vector, not verified: the vector that deltas make of it is.
-
-        Raises:
-            ExchangeError: the version is gone.
-        """
-        version = self._wanted(name, digest=digest)
-        try:
-            # Read, not mapped: a map of a damaged file raises other errors, or ends the process.
-            return torch.from_numpy(np.fromfile(self.path(version), dtype="<f4"))
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
 

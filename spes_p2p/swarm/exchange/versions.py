@@ -23,7 +23,7 @@ AMENDMENT = "amendment"
 DOCUMENTS = ("manifest", "tokenizer", AMENDMENT)
 """Names of a run's documents; the last one is there once the founder has changed the run's settings."""
 CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
-_PART = rf"(moments-|base-)?(shared|{SLOT})"
+_PART = rf"(base-)?(shared|{SLOT})"
 Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|amendment|{_PART}|kept-{SLOT})$")]  # guard: version-name
 Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) else VectorName(name))]
 
@@ -34,13 +34,12 @@ def is_document(name: str) -> bool:
 
 
 def vector_names(num_slots: int, *, has_kept: bool = False) -> frozenset[VectorName]:
-    """Return the names of a run's vectors: weights, optimizer moments of each, and slots' kept forms.
+    """Return the names of a run's vectors: weights, and slots' kept forms.
 
     A version of another name fits no part of the model, whatever its signature.
     """
-    weights = (SHARED, *map(VectorName.of_slot, range(num_slots)))
-    kept = {name.kept for name in weights[1:]} if has_kept else set()
-    return frozenset(weights) | {name.moments for name in weights} | kept
+    slots = [VectorName.of_slot(slot) for slot in range(num_slots)]
+    return frozenset([SHARED, *slots, *(name.kept for name in slots if has_kept)])
 
 
 class Version(Strict):
@@ -54,8 +53,6 @@ class Version(Strict):
     num_bytes: Count
     codec: CodecKind
     """`fp32`: a flat little-endian vector; `coded`: one in the run's codec or form for its kind; `raw`: a document."""
-    base: Digest | Literal[""] = ""
-    """Digest of the version from which an encoded mean delta leads here; empty for none."""
     author: PeerId
     public_key: Annotated[str, Field(max_length=1024, pattern=r"^(ssh-rsa [A-Za-z0-9+/=]+)?$")]
     signature: Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9+/=]*$")] = ""
@@ -73,18 +70,15 @@ class Version(Strict):
         round: int,
         data: bytes | memoryview,
         codec: CodecKind,
-        base: str = "",
     ) -> Version:
-        """Describe and sign bytes; a base equal to the result is left out."""
-        own = digest(data)
+        """Describe and sign bytes."""
         unsigned = cls(
             run_id=run_id,
             name=name,
             round=round,
-            digest=own,
+            digest=digest(data),
             num_bytes=len(data),
             codec=codec,
-            base=base if base != own else "",
             author=identity.peer_id,
             public_key=identity.public_key.decode(),
         )

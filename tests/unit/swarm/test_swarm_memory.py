@@ -28,9 +28,7 @@ def hub():
 def swarms(hub):
     swarms = [MemorySwarm(hub, peer_id(i)) for i in range(3)]
     for swarm in swarms:
-        swarm.enter(
-            Vectors(segments={"shared": (Segment(2, "fp32"),), "slot": (Segment(3, "fp32"),)}, keyframe_rounds=8)
-        )
+        swarm.enter(Vectors(segments={"shared": (Segment(2, "fp32"),), "slot": (Segment(3, "fp32"),)}))
     return swarms
 
 
@@ -288,15 +286,12 @@ def test_a_voter_that_says_goodbye_is_not_waited_for(hub, voters):
     assert hub.clock.now() < began + 60.0
 
 
-def test_a_delta_costs_its_own_bytes_where_its_base_is_known(hub, swarms):
-    holder, puller, newcomer = swarms
-    holder.publish(1, {"slot-1": torch.ones(3)})
-    puller.pull({"slot-1": [holder.peer_id]}, min_round=1, timeout=1)
-    holder.publish(2, {"slot-1": torch.ones(3) * 2}, {"slot-1": b"12345"})
-    for swarm in (puller, newcomer):
-        assert swarm.pull({"slot-1": [holder.peer_id]}, min_round=2, timeout=1) == {}
-    assert puller.traffic()[0] == 12 + 5
-    assert newcomer.traffic()[0] == 12
+def test_a_version_costs_its_bytes_unless_they_are_there(hub, swarms):
+    holder, puller, _ = swarms
+    for round, value, received in ((1, 1.0, 12), (2, 2.0, 24), (3, 2.0, 24)):
+        holder.publish(round, {"slot-1": torch.full((3,), value)})
+        assert puller.pull({"slot-1": [holder.peer_id]}, min_round=round, timeout=1) == {}
+        assert puller.traffic()[0] == received
 
 
 def test_a_name_that_the_run_does_not_have_is_not_pulled(swarms):

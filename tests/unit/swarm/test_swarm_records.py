@@ -11,7 +11,7 @@ from hivemind.dht.validation import DHTRecord
 
 from spes_p2p.errors import ConfigError, RecordError
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by, peer_id_of
-from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, PROTOCOL, Claim, Metrics, Progress, Seed
+from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, PROTOCOL, Claim, Metrics, Progress
 from spes_p2p.swarm.validation import RecordValidator, matchmaking_prefix
 
 
@@ -134,7 +134,7 @@ def test_a_record_that_breaks_the_validator_is_refused_like_any_other(identities
     assert not accepts(alice, signed(alice, claim_of(alice)))
 
 
-@pytest.mark.parametrize("key", [Claim, Progress, Metrics, Seed])
+@pytest.mark.parametrize("key", [Claim, Progress, Metrics])
 def test_keys_spread_over_buckets_and_carry_their_version(identities, key):
     assert len(set(key.keys("run"))) == len(key.keys("run")) > 1
     assert all(f".{PROTOCOL}." in name for name in key.keys("run"))
@@ -177,41 +177,6 @@ def test_slots_must_ascend_and_fit(identities):
 def test_a_claim_of_many_slots_still_fits_a_record(identities):
     alice, _ = identities
     assert len(claim_of(alice, slots=tuple(range(128)), max_slots=128).encode()) <= MAX_RECORD_BYTES
-
-
-def test_a_seed_says_what_it_serves_in_spans_of_equal_round():
-    rounds = {f"slot-{slot}": 7 for slot in range(40)} | {"slot-12": 5, "shared": 8, "moments-shared": 8}
-    rounds |= {"moments-slot-3": 8, "moments-slot-4": 8}
-    seed = Seed.of("Q" * 46, rounds | {"manifest": 0, "tokenizer": 0})
-    assert seed.rounds() == rounds and len(seed.spans) == 6
-    assert Seed.decode(seed.encode()) == seed
-
-
-def test_a_seed_of_more_than_fits_says_what_is_newest():
-    rounds = {f"slot-{slot}": 1000 + 37 * slot % 256 for slot in range(256)}
-    seed = Seed.of("Q" * 46, rounds)
-    assert len(seed.encode()) <= MAX_RECORD_BYTES
-    kept = seed.rounds()
-    assert 20 < len(kept) < 256 and min(kept.values()) > max(rounds[name] for name in set(rounds) - set(kept))
-    assert Seed.of("Q" * 46, {}).rounds() == {}
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        (("slot", 5, 4, 1),),
-        (("slot", 0, 4, 1), ("slot", 4, 5, 1)),
-        (("shared", 0, 0, 1), ("shared", 0, 0, 2)),
-        (("shared", 0, 1, 1),),
-        (("slot", 0, 4096, 1),),
-        (("manifest", 0, 0, 1),),
-        (("slot", 0, 1, -1),),
-    ],
-    ids=str,
-)
-def test_spans_that_overlap_or_go_too_far_are_refused(spans):
-    with pytest.raises(ValueError, match="span"):
-        Seed(peer_id="Q" * 46, spans=spans)
 
 
 def test_an_oversized_record_is_not_sent():

@@ -13,7 +13,7 @@ from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.protocol import Wanted
-from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, DeltaStore, VersionStore
+from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, VersionStore
 from spes_p2p.swarm.exchange.versions import MAX_REFUSED, RefusedVersions, Version
 from spes_p2p.swarm.p2p.identity import Identity
 
@@ -263,18 +263,6 @@ def test_a_version_with_known_bytes_needs_none_and_gone_ones_cannot_be_listed(tm
     assert_whole(store)
 
 
-def test_a_version_is_loaded_as_a_vector_while_it_is_there(tmp_path, make):
-    store, flat_N = VersionStore(tmp_path, "run"), torch.randn(9)
-    version, data = make("slot-1", 1, bytes(to_bytes(flat_N)))
-    store.add({"slot-1": (version, data)})
-    assert torch.equal(store.load("slot-1", version.digest), flat_N)
-    with pytest.raises(ExchangeError, match="no version"):
-        store.load("slot-1", "0" * 64)
-    store.path(version).unlink()
-    with pytest.raises(ExchangeError, match="cannot read"):
-        store.load("slot-1", version.digest)
-
-
 def test_a_refused_version_is_forgotten_and_remembered_and_a_damaged_one_is_only_forgotten(tmp_path, make):
     store, (old, bad, good) = VersionStore(tmp_path, "run"), [make("slot-1", round) for round in range(3)]
     for version, data in (old, bad):
@@ -298,60 +286,6 @@ def name_of(number):
     return f"{number:064x}"
 
 
-@pytest.fixture
-def deltas(tmp_path):
-    store = DeltaStore(tmp_path)
-    store.keep = 4
-    return store
-
-
-def chained(store, name, base, digest, most=9):
-    return [delta.path.read_bytes() for delta in store.chain(name, name_of(base), name_of(digest), most)]
-
-
-def test_deltas_chain_from_base_to_version_and_not_across_a_gap(deltas):
-    for number in (1, 2, 3, 5):
-        deltas.add("slot-1", name_of(number), name_of(number + 1), b"%d" % number)
-    assert chained(deltas, "slot-1", 1, 4) == [b"1", b"2", b"3"]
-    assert chained(deltas, "slot-1", 3, 4) == [b"3"]
-    assert chained(deltas, "slot-1", 1, 4, most=2) == []
-    assert chained(deltas, "slot-1", 1, 6) == chained(deltas, "slot-1", 4, 4) == chained(deltas, "slot-2", 1, 2) == []
-    assert deltas.chain("slot-1", "", name_of(2), 9) == []
-
-
-def test_deltas_that_lead_in_a_circle_lead_nowhere_else(deltas):
-    for base, digest in [(1, 2), (2, 1)]:
-        deltas.add("slot-1", name_of(base), name_of(digest), b"x")
-    assert chained(deltas, "slot-1", 3, 1) == []
-
-
-def test_only_the_last_deltas_are_kept_also_over_a_restart(deltas, tmp_path):
-    for number in range(9):
-        deltas.add("slot-1", name_of(number), name_of(number + 1), b"%d" % number)
-    deltas.add("slot-2", name_of(0), name_of(1), b"other")
-    assert len(list(tmp_path.glob("slot-1.*.delta"))) == deltas.keep
-    (tmp_path / "slot-1.junk.delta").write_bytes(b"junk")
-    again = DeltaStore(tmp_path)
-    assert chained(again, "slot-1", 5, 9) == [b"5", b"6", b"7", b"8"] and chained(again, "slot-1", 4, 9) == []
-    assert chained(again, "slot-2", 0, 1) == [b"other"]
-    again.keep = 2
-    again.add("slot-1", name_of(9), name_of(10), b"9")
-    assert chained(again, "slot-1", 8, 10) == [b"8", b"9"] and chained(again, "slot-1", 7, 10) == []
-
-
-def test_a_store_that_keeps_no_deltas_stores_none(tmp_path):
-    store = DeltaStore(tmp_path)
-    store.add("slot-1", name_of(1), name_of(2), b"x")
-    assert chained(store, "slot-1", 1, 2) == [] and not list(tmp_path.iterdir())
-
-
-def test_a_version_is_no_base_of_itself(identities):
-    data = bytes(to_bytes(torch.ones(3)))
-    first = Version.sign(identities[0], "run", "slot-1", 1, data, "fp32")
-    assert Version.sign(identities[0], "run", "slot-1", 2, data, "fp32", first.digest).base == ""
-    assert Version.sign(identities[0], "run", "slot-1", 2, data[:8], "fp32", first.digest).base == first.digest
-
-
 def test_a_version_carries_over_to_no_other_author_run_or_content(identities, make):
     mallory = identities[1]
     version, _ = make("slot-1", 7)
@@ -363,7 +297,6 @@ def test_a_version_carries_over_to_no_other_author_run_or_content(identities, ma
         {"round": 8},
         {"name": "slot-2"},
         {"num_bytes": 1},
-        {"base": "a" * 64},
     ]:
         with pytest.raises(RecordError, match="not signed"):
             Version.verify(version.model_copy(update=change).model_dump_json(), "run")

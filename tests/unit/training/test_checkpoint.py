@@ -32,10 +32,9 @@ from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, recov
 from spes_p2p.training.checkpointer import MOMENTS, Checkpointer
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import StateUpdate
 from spes_p2p.training.trainer import Trainer
 
-FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "moments-shared.*.bin")
+FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "slot-1.*.bin")
 
 
 class Disk:
@@ -48,7 +47,7 @@ class Disk:
 
     def publish(self, round: int) -> None:
         items = {}
-        for name in ("shared", "slot-0", "moments-shared"):
+        for name in ("shared", "slot-0", "slot-1"):
             data = bytes(to_bytes(torch.full((9,), float(round)) + len(name)))
             items[name] = Version.sign(self._identity, "run", name, round, data, "fp32"), data
         self.store.add(items)
@@ -200,8 +199,8 @@ def test_versions_that_are_damaged_everywhere_are_left_to_other_peers(disk):
         flip_a_bit(disk.file(round, "slot-0.*.bin"))
     store, found = recover(disk.folder, "run")
     assert found is not None and found.state.round == 2
-    assert {version.name for version in found.files.values()} == {"shared", "moments-shared"}
-    assert set(store.newest()) == {"shared", "moments-shared"}
+    assert {version.name for version in found.files.values()} == {"shared", "slot-1"}
+    assert set(store.newest()) == {"shared", "slot-1"}
 
 
 def test_what_no_other_peer_has_either_ends_the_peer_rather_than_beginning_anew():
@@ -260,7 +259,7 @@ def test_a_damaged_index_is_begun_anew_from_the_checkpoint(disk, damage):
     index.write_text("{" + index.read_text())
     damage(index)
     store, _ = recover(disk.folder, "run")
-    assert set(store.newest()) == {"shared", "slot-0", "moments-shared"}
+    assert set(store.newest()) == {"shared", "slot-0", "slot-1"}
     for name in store.newest():
         store.read(name)
     assert not list((disk.folder / "versions").glob("*.tmp"))
@@ -399,26 +398,6 @@ def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
         rounds._checkpointer.load_moments(moments)
 
 
-def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it_kept_for_another():
-    """It was the slot's custodian, has all its versions in its checkpoint, and adopts it as it comes back."""
-    before, after = make_trainer((0, 1)), make_trainer((0, 3))
-    before.step(1e-2)
-    names = (SHARED, *map(VectorName.of_slot, range(4)), "moments-slot-3")
-    versions = {name: SimpleNamespace(name=name, digest=name, round=7) for name in names}
-    state = PeerState("run", 7, before.slots, 1, 999, before.data.state_dict(), tuple(versions.values()))
-    tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
-    update = StateUpdate((0, 3), {VectorName("moments-slot-3"): torch.full((2 * after.layouts["slot"].numel,), 0.5)})
-    after.load(update.vectors)
-    kept = after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq"))
-    assert kept.abs().sum() > 0
-    sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, restore_residuals=lambda residuals: None))
-    Checkpointer(None, after, ProcessGroup("cpu"), sync).restore(Saved(state, tensors), update)
-    assert torch.equal(after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq")), kept)
-    assert torch.equal(
-        after.moments(VectorName.of_slot(0), ("exp_avg",)), before.moments(VectorName.of_slot(0), ("exp_avg",))
-    )
-
-
 # ---------------------------------------------------------------------- rounds that are kept
 
 
@@ -478,9 +457,7 @@ def test_an_optimizer_that_is_skipped_starts_anew_with_everything_else_in_place(
     before = make_trainer((0, 1, 2))
     before.step(1e-2)
     peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=3)
-    bundles = peer.initial()
-    moments = {name.moments: torch.full((2 * bundle.numel(),), 0.5) for name, bundle in bundles.items()}
-    peer.swarm.publish(7, bundles | moments)
+    peer.swarm.publish(7, peer.initial())
     tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
     state = PeerState("run", 7, before.slots, 21, 999, {"position": 40})
     peer.loop.open(None, Saved(state, tensors, skips_optimizer=skips))

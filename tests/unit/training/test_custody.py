@@ -1,16 +1,10 @@
-"""A slot outlives its last holder, with its moments, because somebody else keeps them."""
+"""A slot outlives its last holder, because other peers keep it."""
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-import torch
-from lanes import sample
-from torch import Tensor
 from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.config import CodecConfig, OuterConfig, RoundConfig
+from spes_p2p.config import RoundConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.simulator import Leaves
 from spes_p2p.sim.swarm import MemorySwarm
@@ -56,7 +50,7 @@ def test_what_nobody_can_be_asked_for_is_kept_first_by_those_who_can():
     assert set(replicas(mixed, 2, links).values()) == {(peer,) for peer in PEERS[1:]}, "who trains them can be asked"
 
 
-def test_two_whom_nobody_can_call_have_each_others_slots_and_the_third_one_their_moments():
+def test_two_peers_that_nobody_can_call_have_each_others_slots():
     rounds = RoundConfig(mode="steps", steps=2, total=3, min_peers=3, max_seconds=60, exchange_seconds=20)
     run, hub = tiny_run(round=rounds), MemoryHub("run", matchmaking_seconds=10.0)
     hidden = [peer_id(1), peer_id(2)]
@@ -69,62 +63,6 @@ def test_two_whom_nobody_can_call_have_each_others_slots_and_the_third_one_their
     for peer in peers:
         assert {peer.swarm.versions()[f"slot-{slot}"].round for slot in range(4)} == {rounds.total}
         assert not any(report.dropped for report in peer.reports)
-    kept = {peers[0].swarm.versions()[f"moments-slot-{slot}"].round for peer in peers[1:] for slot in peer.slots}
-    assert kept == {rounds.total}
-
-
-class Recording(MemorySwarm):
-    """Notes whose moments, and of which round, are loaded."""
-
-    def __init__(self, hub: MemoryHub, index: int) -> None:
-        super().__init__(hub, peer_id(index))
-        self.loaded: set[tuple[str, str, int]] = set()
-
-    def load(self, name: str, *, before: bool = False) -> Tensor:
-        if name.startswith("moments-slot"):
-            version = self.versions()[name]
-            self.loaded.add((name, version.author, version.round))
-        return super().load(name, before=before)
-
-
-@pytest.mark.parametrize(
-    ("copies", "moments", "codec"),
-    sample(
-        itertools.product((2, 1), ("both", "local"), ("fp32", "int8")),
-        {(2, "both", "int8"), (1, "local", "int8")},  # full: other codecs and moments on the same two ways
-    ),
-)
-def test_who_adopts_the_slot_of_a_dead_sole_holder_goes_on_with_its_moments(copies: int, moments: str, codec: str):
-    rounds = RoundConfig(
-        mode="steps", steps=3, total=12, min_peers=3, max_seconds=60, exchange_seconds=20, copies=copies
-    )
-    run = tiny_run(round=rounds, outer=OuterConfig(moments=moments), codecs=CodecConfig(moments=codec))
-    hub = MemoryHub("run", matchmaking_seconds=10.0)
-    swarms = [Recording(hub, index) for index in range(3)]
-    peers = [VirtualPeer(run, swarm, index=index, max_slots=2) for index, swarm in enumerate(swarms)]
-    doomed, sole, published = list[VirtualPeer](), set[int](), {}
-
-    def doom(peer, report):
-        """The first to commit the second round that holds a slot by itself dies amid the third."""
-        alone = set(peer.slots) - {slot for other in peers if other is not peer for slot in other.slots}
-        if report.round == 2 and alone and not doomed:
-            doomed.append(peer)
-            sole.update(alone)
-            published.update({slot: peer.swarm.load(f"moments-slot-{slot}") for slot in sole if copies > 1})
-            peer.interrupt(after_seconds=0.0)
-
-    initial = peers[0].initial
-    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: doom(peer, report)) for peer in peers])
-
-    assert sole, "the dead peer was to be the only holder of a slot"
-    adopted = {(f"moments-slot-{slot}", doomed[0].swarm.peer_id, 2) for slot in sole}
-    loaded = {item for swarm in swarms if swarm is not doomed[0].swarm for item in swarm.loaded}
-    if copies > 1:
-        assert adopted <= loaded
-        assert all(torch.isfinite(flat).all() and flat.any() for flat in published.values())
-    else:
-        assert not adopted & loaded, "without anybody who keeps them, they die with their holder"
-    assert all(len(peer.reports) == rounds.total for peer in peers if peer not in doomed)
 
 
 def test_a_full_peer_keeps_what_both_holders_of_a_slot_leave_behind():

@@ -9,7 +9,6 @@ import torch
 from virtual import certify, peer_id, tiny_run
 
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.config import OuterConfig
 from spes_p2p.errors import AbsentError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
@@ -81,17 +80,15 @@ def test_a_peer_takes_the_certified_version_whatever_most_others_offer(hub, othe
 @pytest.mark.parametrize("target", [[0], [0, 1]], ids=["as before", "one more"])
 def test_a_peer_that_resumes_trains_the_certified_versions_of_the_slots_that_it_had(hub, target):
     """With one more slot it trained on from its old version, and that slot's work was lost without a word."""
-    changes = {"outer": OuterConfig(moments="both"), "frozen_storage": "bf16"}
+    changes = {"frozen_storage": "bf16"}
     steady, back = Member(hub, 0, 13, "active", **changes), Member(hub, 1, 10, "active", **changes)
     for member, round in ((steady, 13), (back, 10)):
-        moments = torch.full((2 * 3,), float(round))
-        member.swarm.publish(round, {"slot-1": torch.full((3,), float(round)), "moments-slot-0": moments})
+        member.swarm.publish(round, {"slot-1": torch.full((3,), float(round))})
     certify(hub, 13, steady.swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
     back.held.resume([0])
     back.held._hold(target)
     for slot in target:
         assert back.anchors.weights(VectorName.of_slot(slot))[0] == 13.0
-    assert back.swarm.load("moments-slot-0")[0] == 13.0
 
 
 @pytest.mark.parametrize("answering", [2, 1, 0])
@@ -169,26 +166,6 @@ def test_a_peer_that_missed_a_certificate_takes_over_what_it_names(hub):
 # ---------------------------------------------------------------------- slots and moments
 
 
-def test_a_newcomer_takes_over_the_moments_of_the_shared_parameters(hub):
-    steady = Member(hub, 0, 13, "active")
-    steady.swarm.publish(13, {"moments-shared": torch.arange(10.0), "moments-slot-0": torch.arange(6.0)})
-    certify(hub, 13, steady.swarm.versions().values())
-    newcomer = Member(hub, 1, 0, "joining")
-    vectors = newcomer.held.catch_up([peer_id(0)])
-    assert torch.equal(vectors["moments-shared"], torch.arange(10.0))
-    assert "moments-slot-0" not in vectors, "it does not hold the slot"
-
-
-def test_a_peer_that_adopts_a_slot_takes_over_its_moments(hub):
-    leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 13, "active")
-    leaver.swarm.publish(13, {"moments-slot-0": torch.arange(6.0)})
-    certify(hub, 13, leaver.swarm.versions().values())
-    masters = heir.held._hold([0])
-    assert torch.equal(masters["slot-0"], torch.full((3,), 13.0))
-    assert torch.equal(masters["moments-slot-0"], torch.arange(6.0))
-    assert heir.held.held_moments() == {"moments-shared", "moments-slot-0"}
-
-
 @pytest.mark.parametrize(("is_taken", "lacking"), [(True, []), (False, ["slot-0"])])
 def test_a_leaver_stays_until_others_have_its_newest_versions(is_taken, lacking):
     hub = MemoryHub("run", matchmaking_seconds=1.0)
@@ -200,15 +177,6 @@ def test_a_leaver_stays_until_others_have_its_newest_versions(is_taken, lacking)
     assert leaver.held.hand_over(5.0) == lacking
     assert leaver.swarm.now() == began if is_taken else leaver.swarm.now() >= began + 5.0
     assert leaver.held.slots == () and heir.held.claims()[peer_id(0)].max_slots == 0
-
-
-def test_a_leaver_stays_until_others_have_its_moments_too():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
-    leaver.swarm.publish(13, {"moments-slot-0": torch.arange(6.0)})
-    leaver.held.resume([0])
-    heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=13, timeout=1.0)
-    assert leaver.held.hand_over(5.0) == ["moments-slot-0"]
 
 
 def test_a_leaver_stays_for_a_version_that_it_publishes_while_it_leaves():
@@ -238,12 +206,6 @@ def test_a_peer_that_has_left_is_not_active_again_by_what_it_was_still_doing():
     leaver.held.announce("active")
     claim = other.held.claims()[peer_id(0)]
     assert (claim.state, claim.max_slots) == ("joining", 0)
-
-
-def test_a_run_whose_moments_stay_at_home_asks_for_none():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    member = Member(hub, 0, 13, "active", outer=OuterConfig(moments="local"))
-    assert member.held.held_moments() == set()
 
 
 def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off(hub):
@@ -299,28 +261,6 @@ def test_a_peer_that_fell_behind_takes_no_more_slots_than_in_any_round(hub):
     fetched = late.held.catch_up([peer_id(0)], routed={2: 7})
     assert set(fetched) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
     assert set(late.held.catch_up([peer_id(0)])) == {"slot-0", "slot-3"}
-
-
-def test_old_copies_of_a_slots_moments_do_not_outvote_the_newest(hub):
-    """A peer that kept them once has them still."""
-    members = [Member(hub, index, 13, "active") for index in range(4)]
-    for index, round in enumerate([5, 5, 12, 7]):
-        members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
-    certify(hub, 13, members[0].swarm.versions().values(), voters=[peer_id(index) for index in range(4)])
-    members[3].anchors.set(VectorName("slot-0"), PagedVector.of(torch.zeros(3)))
-    members[3].catch_up()
-    assert members[3].swarm.versions()["moments-slot-0"].round == 12
-
-
-def test_a_copy_of_a_slots_moments_is_not_replaced_by_an_older_one(hub):
-    """Chaos found it: who keeps them for others adopts the slot, when only older copies can be asked for."""
-    members = [Member(hub, index, 13, "active") for index in range(3)]
-    for index, round in enumerate([5, 7, 12]):
-        members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
-    certify(hub, 13, members[0].swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
-    members[2].anchors.set(VectorName("slot-0"), PagedVector.of(torch.zeros(3)))
-    members[2].catch_up()
-    assert members[2].swarm.versions()["moments-slot-0"].round == 12
 
 
 def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(hub):
@@ -386,13 +326,12 @@ def test_a_peer_that_catches_up_does_not_take_the_version_that_it_has_refused(re
     assert refusing.swarm.versions()["slot-0"].round == 13
 
 
-def test_a_peer_that_catches_up_asks_none_that_the_last_roster_left_out(hub, monkeypatch):
-    """A banned peer goes on serving, and declares what it serves."""
+def test_a_peer_that_catches_up_asks_none_that_the_last_roster_left_out(hub):
+    """A banned peer goes on serving."""
     behind, honest, liar = (Member(hub, index, 13, "active") for index in range(3))
     honest.swarm.publish(14, {SHARED: torch.full((5,), 14.0)})
     liar.swarm.publish(14, {SHARED: torch.full((5,), 14.0), "slot-0": torch.full((3,), 666.0)})
     certify(hub, 14, liar.swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
-    monkeypatch.setattr(behind.swarm, "seeds", lambda: {"slot-0": [peer_id(2)]})
     behind.held.distrusted = frozenset({peer_id(2)})
     assert behind.catch_up() == (14, 14.0)
     assert behind.swarm.versions()["slot-0"].round == 13
@@ -401,17 +340,16 @@ def test_a_peer_that_catches_up_asks_none_that_the_last_roster_left_out(hub, mon
 def test_a_slots_version_is_signed_by_its_maker(hub):
     """A liar that had a second key sign what it has made would be held to account for none of it."""
     mine, liar, second = (Member(hub, index, 12, "active") for index in range(3))
-    slots = {"slot-0": torch.full((3,), 666.0), "moments-slot-0": torch.full((6,), 666.0)}
+    slots = {"slot-0": torch.full((3,), 666.0)}
     second.swarm.publish(13, slots)
     last = certify(hub, 12)
     certify(hub, 13, [second.swarm.versions()["slot-0"]])
     liar.swarm.pull({name: [peer_id(2)] for name in slots}, min_round=13, timeout=1.0)
     roster = Roster([entry(1, (0,), last), entry(0, (), last)], last)
     assert mine.held.fetch(roster, 13, [SHARED], {}) == {}
-    assert mine.swarm.versions()["slot-0"].round == 12 and "moments-slot-0" not in mine.swarm.versions()
+    assert mine.swarm.versions()["slot-0"].round == 12
     liar.swarm.publish(13, slots)
     assert set(mine.held.fetch(roster, 13, [SHARED], {})) == {"slot-0"}
-    assert "moments-slot-0" in mine.swarm.versions(), "which it keeps for the only holder"
 
 
 def test_only_slots_that_the_certificate_has_changed_are_fetched(hub):

@@ -126,10 +126,10 @@ class Counting(MemorySwarm):
         self.loads += 1
         return self.count(super().load(name, before=before))
 
-    def publish(self, round, bundles, deltas=None):
+    def publish(self, round, bundles):
         for bundle in bundles.values():
             self.count(bundle)
-        return super().publish(round, bundles, deltas)
+        return super().publish(round, bundles)
 
 
 def test_a_founder_and_a_newcomer_never_hold_more_than_two_vectors_of_the_swarms_state():

@@ -120,8 +120,6 @@ def test_after_a_round_members_share_the_mean_of_their_moments(optimizer, moment
 def test_a_run_with_moments_of_its_own_leaves_them_to_each_peer():
     peers = run_virtual(tiny_run(outer=OuterConfig(moments="local")), num_peers=2, max_slots=2)
     assert not torch.equal(*(peer.trainer.moments(SHARED, ["exp_avg_sq"]) for peer in peers))
-    moments = {name for name in peers[0].swarm.versions() if name.startswith("moments-")}
-    assert moments == {f"moments-slot-{slot}" for peer in peers for slot in peer.slots}, "its own, and those it keeps"
 
 
 def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():

@@ -50,13 +50,13 @@ def entry(peer: str, slots: tuple[int, ...], last: Body) -> Member:
 
 
 def publish_strange(swarm: MemorySwarm, round: int) -> set[str]:
-    names = {VectorName.of_slot(STRANGE), f"moments-{VectorName.of_slot(STRANGE)}", VectorName.of_slot(4)}
+    names = {VectorName.of_slot(STRANGE), VectorName.of_slot(4)}
     swarm.publish(round, {name: torch.ones(3) for name in names})
     return names
 
 
 def test_a_runs_names_are_those_of_its_slots():
-    assert vector_names(2) == {SHARED, "slot-0", "slot-1", "moments-shared", "moments-slot-0", "moments-slot-1"}
+    assert vector_names(2) == {SHARED, "slot-0", "slot-1"}
     assert Anchors(tiny_run(), {SHARED: 5, "slot": 3}).vectors().names == vector_names(4)
 
 
@@ -80,27 +80,6 @@ def test_a_peer_that_catches_up_leaves_out_what_the_model_lacks(hub):
     assert mine.swarm.versions().keys() == {SHARED, "slot-0"}
 
 
-class Seeded(MemorySwarm):
-    """Hears of seeds, as in a swarm over the network, and notes which peers it asks."""
-
-    def __init__(self, hub: MemoryHub, peer: str) -> None:
-        super().__init__(hub, peer)
-        self.asked: list[str] = []
-
-    def seeds(self) -> Mapping[str, list[str]]:
-        return {VectorName.of_slot(STRANGE): [peer_id(8)], VectorName.of_slot(1): [peer_id(9)]}
-
-    def inventory(self, peers):
-        self.asked += peers
-        return super().inventory(peers)
-
-
-def test_a_peer_that_serves_nothing_of_the_run_is_not_asked(hub):
-    mine = Holder(hub, 0, 12, Seeded)
-    mine.held.catch_up([])
-    assert mine.swarm.asked == [peer_id(9)]
-
-
 class Liar(MemorySwarm):
     """Brings a slot to every roster that the model does not have, and serves it."""
 
@@ -114,9 +93,9 @@ class Liar(MemorySwarm):
         result = super().average(lie, **when)
         return replace(result, means={n: mean for n, mean in result.means.items() if n != name})
 
-    def publish(self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None):
+    def publish(self, round: int, bundles: Mapping[str, Tensor]):
         strange = {VectorName.of_slot(STRANGE): flat for name, flat in bundles.items() if name.startswith("slot-")}
-        return super().publish(round, {**bundles, **strange}, deltas)
+        return super().publish(round, {**bundles, **strange})
 
     def versions(self) -> Mapping[str, Version]:
         return {name: version for name, version in super().versions().items() if name != VectorName.of_slot(STRANGE)}
