@@ -102,17 +102,10 @@ _FOLDER = re.compile(r"^round-(\d+)-step-(\d+)$")
 
 
 class Found(NamedTuple):
-    """A checkpoint that was verified.
-
-    Attributes:
-        name: Name of its folder.
-        state: The peer's position.
-        files: Its undamaged versions by file.
-    """
+    """A checkpoint whose state and tensors were verified: the name of its folder, and the peer's position."""
 
     name: str
     state: PeerState
-    files: Mapping[Path, Version]
 
 
 class Saved(NamedTuple):
@@ -245,8 +238,6 @@ class PeerCheckpoint:
     def find(self, run_id: str, round: int | None = None) -> Found | None:
         """Return the newest undamaged checkpoint; None if none was ever saved. Logs which are damaged, and why.
 
-        A checkpoint with damaged versions is returned if no other is whole: other peers may have these versions.
-
         Args:
             run_id: The run's name.
             round: Take only a checkpoint of this round.
@@ -255,7 +246,6 @@ class PeerCheckpoint:
             DataError: there are checkpoints, and none can be used; or there is none of `round`.
             JoinError: they belong to another run.
         """
-        with_gaps: Found | None = None
         reasons: list[str] = []
         names = self._names()
         if round is not None:
@@ -268,24 +258,18 @@ class PeerCheckpoint:
                 )
             names = [name for name in names if _round_of(name) == round]
         for name in names:
+            folder = self._directory / name
             try:
-                found = self._verified(name, run_id)
-            except DataError as error:
-                log.warning("%s; trying the one before", error)
-                reasons.append(str(error))
-                continue
-            gaps = {version.name for version in found.state.versions} - {
-                version.name for version in found.files.values()
-            }
-            if not gaps:
-                return found
-            log.warning("checkpoint %s lacks %s, or they are damaged; trying the one before", name, sorted(gaps))
-            with_gaps = with_gaps or found
-        if with_gaps is None and reasons:
+                state, expected = decode_state((folder / STATE).read_bytes(), run_id)
+                if digest_of_file(folder / TENSORS) != expected:
+                    raise ValueError(f"{TENSORS} does not match its digest")
+                return Found(name, state)
+            except (OSError, ValueError, RecordError) as error:
+                reasons.append(f"checkpoint {folder} is damaged: {error}")
+                log.warning("%s; trying the one before", reasons[-1])
+        if reasons:
             raise DataError(f"{reasons[0]}, and no other is whole; delete {self._directory} to go on without")
-        if with_gaps is not None:
-            log.warning("no checkpoint is whole; going on from %s, the rest must come from others", with_gaps.name)
-        return with_gaps
+        return None
 
     def load(self, found: Found, *, skips_optimizer: bool = False) -> Saved:
         """Load a checkpoint; the next save deletes those that are newer than it: damaged ones, or given up."""
@@ -311,24 +295,6 @@ class PeerCheckpoint:
         names = [entry.name for entry in self._directory.iterdir()] if self._directory.is_dir() else []
         ages = {name: (int(found[2]), int(found[1])) for name in names if (found := _FOLDER.match(name))}
         return sorted(ages, key=lambda name: ages[name], reverse=True)
-
-    def _verified(self, name: str, run_id: str) -> Found:
-        """Return a checkpoint with its undamaged versions.
-
-        Raises:
-            DataError: its state or its tensors are damaged.
-        """
-        folder = self._directory / name
-        try:
-            state, expected = decode_state((folder / STATE).read_bytes(), run_id)
-            if digest_of_file(folder / TENSORS) != expected:
-                raise ValueError(f"{TENSORS} does not match its digest")
-        except (OSError, ValueError, RecordError) as error:
-            raise DataError(f"checkpoint {folder} is damaged: {error}") from error
-        files = {folder / file_name(version): version for version in state.versions}
-        return Found(
-            name, state, {file: version for file, version in files.items() if has_digest(file, version.digest)}
-        )
 
 
 def _round_of(name: str) -> int:
@@ -368,17 +334,19 @@ def recover(output: Path, run_id: str, round: int | None = None) -> tuple[Versio
         DataError: there are checkpoints, and none can be used; or there is none of `round`.
         ExchangeError, RecordError: the store's index is damaged, and there is no checkpoint.
     """
-    found = checkpoint_of(output).find(run_id, round)
+    checkpoints = checkpoint_of(output)
+    found = checkpoints.find(run_id, round)
     store = _store(output / "versions", run_id, found)
-    files = found.files if found is not None else {}
     store.repair()
-    there = store.newest()
-    lacking = {file: version for file, version in files.items() if version.name not in there}
-    if lacking:
-        log.warning("taking %s from the checkpoint", ", ".join(sorted(version.name for version in lacking.values())))
-        store.restore(lacking)
-    if round is not None:
-        store.restore(files)
+    for folder, state in checkpoints.states(run_id).items():
+        if round is not None and state.round > round:
+            continue
+        goes_back = round is not None and found is not None and folder.name == found.name
+        there = {} if goes_back else store.newest()
+        files = {folder / file_name(version): version for version in state.versions if version.name not in there}
+        if whole := {file: version for file, version in files.items() if has_digest(file, version.digest)}:
+            log.info("taking %s from %s", ", ".join(sorted(version.name for version in whole.values())), folder)
+            store.restore(whole)
     return store, found
 
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.codecs.vectors import to_bytes
+from spes_p2p.codecs.vectors import has_digest, to_bytes
 from spes_p2p.config import KeptRounds, RoundConfig
 from spes_p2p.errors import DataError, JoinError
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.exchange.store import VersionStore
+from spes_p2p.swarm.exchange.store import VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
@@ -34,7 +34,7 @@ from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
-FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "slot-1.*.bin")
+FILES = ("state.json", "tensors.safetensors")
 
 
 class Disk:
@@ -66,6 +66,10 @@ class Disk:
         (found,) = self.folder_of(round).glob(pattern)
         return found
 
+    def versions_of(self, round: int, name: str) -> list[Version]:
+        states = self.checkpoint.states("run")
+        return [version for version in states[self.folder_of(round)].versions if version.name == name]
+
     def after_restart(self) -> int:
         """Return the round from which a restarted peer goes on, having checked all of it; 0 for none."""
         checkpoint = PeerCheckpoint(self.folder / "checkpoint", self.folder / "versions")
@@ -75,7 +79,9 @@ class Disk:
         saved = checkpoint.load(found)
         assert saved.state.steps == 10 * saved.state.round and saved.state.data == {"position": 40 * saved.state.round}
         assert set(saved.tensors["moments/shared/w/exp_avg"].tolist()) == {float(saved.state.round)}
-        assert {version.round for version in found.files.values()} == {saved.state.round}
+        for version in saved.state.versions:
+            assert version.round == saved.state.round
+            assert has_digest(checkpoint._directory / found.name / file_name(version), version.digest)
         return saved.state.round
 
 
@@ -154,7 +160,7 @@ DAMAGES = (truncate, flip_a_bit, empty, lose)
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("pattern", FILES)
-def test_where_any_file_is_damaged_the_one_before_is_used_and_this_is_said(
+def test_where_state_or_tensors_are_damaged_the_one_before_is_used_and_this_is_said(
     disk, pattern: str, damage: Callable[[Path], None], caplog
 ):
     disk.save(1)
@@ -193,13 +199,33 @@ def test_where_none_is_whole_one_line_says_the_remedy(disk):
     assert "\n" not in message and f"delete {disk.folder / 'checkpoint'}" in message
 
 
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_version_that_is_damaged_in_store_and_checkpoint_comes_from_the_checkpoint_before(disk, damage):
+    disk.save(1)
+    disk.save(2)
+    for name in ("shared", "slot-0"):
+        damage(disk.store.path(disk.store.newest()[name]))  # the checkpoint's file too, unless it is lost
+        if damage is lose:
+            lose(disk.file(2, f"{name}.*.bin"))
+        (older,) = disk.versions_of(1, name)
+        disk.store.path(older).unlink()
+    store, found = recover(disk.folder, "run")
+    assert found.state.round == 2
+    assert {name: version.round for name, version in store.newest().items()} == {
+        "shared": 1,
+        "slot-0": 1,
+        "slot-1": 2,
+    }
+    for name in store.newest():
+        store.read(name)
+
+
 def test_versions_that_are_damaged_everywhere_are_left_to_other_peers(disk):
     for round in (1, 2):
         disk.save(round)
         flip_a_bit(disk.file(round, "slot-0.*.bin"))
     store, found = recover(disk.folder, "run")
     assert found is not None and found.state.round == 2
-    assert {version.name for version in found.files.values()} == {"shared", "slot-1"}
     assert set(store.newest()) == {"shared", "slot-1"}
 
 
