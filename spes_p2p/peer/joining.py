@@ -8,7 +8,6 @@ import logging
 import re
 import shlex
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.utils.timed_storage import get_dht_time
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
@@ -42,7 +39,7 @@ from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_bytes, shortag
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
-from spes_p2p.presentation import say_qr, size_text, takes_escapes
+from spes_p2p.presentation import say_qr, size_text
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
 from spes_p2p.swarm.consensus import BALLOT
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
@@ -81,15 +78,14 @@ ANY_MEMORY = 2**60
 
 
 def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
-    """Show, beside everything else, how much has come, until this peer takes part: a bar, or lines where none fits.
+    """Log in a thread how much has come, until this peer takes part.
 
     Args:
         swarm: Which downloads.
-        num_bytes: What is to come; nothing shows nothing.
+        num_bytes: What is to come; nothing logs nothing.
     """
     if num_bytes:
-        work = _bar if sys.stderr.isatty() and takes_escapes() else _lines
-        threading.Thread(target=work, args=(swarm, num_bytes), name="download", daemon=True).start()
+        threading.Thread(target=_log_download, args=(swarm, num_bytes), name="download", daemon=True).start()
 
 
 def _is_over(swarm: HivemindSwarm, num_bytes: int) -> bool:
@@ -99,21 +95,13 @@ def _is_over(swarm: HivemindSwarm, num_bytes: int) -> bool:
     return mine is not None and mine.state == "active"  # type: ignore[attr-defined]
 
 
-def _lines(swarm: HivemindSwarm, num_bytes: int) -> None:
+def _log_download(swarm: HivemindSwarm, num_bytes: int) -> None:
     began = said = time.monotonic()
     while not _is_over(swarm, num_bytes):
         now, come = time.monotonic(), swarm.exchange.bytes_in
         if now - said >= SAY_SECONDS:
             said, rate = now, come / (now - began)
             log.info("downloaded %.1f of %.1f MB, %.1f MB/s", come / 1e6, num_bytes / 1e6, rate / 1e6)
-
-
-def _bar(swarm: HivemindSwarm, num_bytes: int) -> None:
-    columns = "downloading", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=num_bytes)
-        while not _is_over(swarm, num_bytes):
-            progress.update(task, completed=swarm.exchange.bytes_in)
 
 
 ADDRESS_FILE = "address"
