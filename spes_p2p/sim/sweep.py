@@ -384,10 +384,10 @@ def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:
     """Return the share of a gap that a variant closed, by seed; None if no seed has a value."""
     shares = {}
     for seed in [seed for name, seed in results if name == variant]:
-        ends = [results[key].loss for key in ((gap.solo, seed), (gap.centralised, seed)) if key in results]
-        share = gap_closed(*ends, results[variant, seed].loss) if len(ends) == 2 else None
-        if share is not None:
-            shares[seed] = share
+        solo, centralised = (results.get((name, seed)) for name in (gap.solo, gap.centralised))
+        if solo is not None and centralised is not None:
+            share = gap_closed(solo.loss, centralised.loss, results[variant, seed].loss)
+            shares |= {} if share is None else {seed: share}
     return Spread(shares) if shares else None
 
 
