@@ -79,13 +79,7 @@ class VariantTitle(Frozen):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train.
-
-    Attributes:
-        name: Name in files and flags.
-        title: Name in tables.
-        scenarios: By seed.
-    """
+    """One way to train: its name in files and flags, its title in tables, and its scenarios by seed."""
 
     name: str
     title: str
@@ -94,14 +88,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep.
-
-    Attributes:
-        title: Its name.
-        seeds: Seeds with which every variant runs.
-        variants: By name, in the file's order.
-        gaps: In the file's order.
-    """
+    """A checked sweep; variants and gaps are in the file's order."""
 
     title: str
     seeds: Sequence[int]
