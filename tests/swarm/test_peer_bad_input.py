@@ -232,13 +232,6 @@ def test_an_output_that_exists_is_left_alone_without_resume_or_overwrite(world: 
     assert files_of(world.folder / "ended") == before
 
 
-def test_an_overwrite_with_a_mistake_in_its_flags_deletes_nothing(world: World) -> None:
-    before = files_of(world.folder / "ended")
-    words = ["--overwrite", "--run-id", "r", "--config", world.settings, "--text", "absent.txt"]
-    assert world.start(*words, output=world.folder / "ended").end(SECONDS).code == 2
-    assert files_of(world.folder / "ended") == before
-
-
 def test_overwrite_spares_a_directory_that_is_not_ours(world: World) -> None:
     world.output.mkdir()
     (world.output / "thesis.tex").write_text("years of work")
