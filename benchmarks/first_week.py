@@ -23,7 +23,7 @@ BASE = "ee3ac7a"
 """The commit before these mends."""
 DOORS = [
     "tests/unit/swarm/test_swarm_decision.py",
-    "tests/unit/swarm/test_swarm_amendment.py",
+    "tests/unit/swarm/test_swarm_revision.py",
     "tests/swarm/test_consensus.py",
     "tests/unit/test_link.py",
 ]

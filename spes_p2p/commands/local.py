@@ -25,6 +25,7 @@ from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, end_at_once, entry_point,
 from spes_p2p.commands import monitor
 from spes_p2p.commands.early import RUN_FILE, check_experiment
 from spes_p2p.config import FOUNDED, DataConfig, KeptRounds, MachineConfig, PeerConfig, RunConfig, check_machine
+from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.config.commands import ExperimentConfig, MonitorConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.config_file import read_settings
@@ -40,7 +41,6 @@ from spes_p2p.peer import life
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output, delete
 from spes_p2p.presentation import say
-from spes_p2p.swarm.amendment import check_kept_settings
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
 log = logging.getLogger(__name__)

@@ -43,10 +43,9 @@ from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.output_dir import alone_in, delete
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import say
-from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import MANIFEST, Manifest, fetch_manifest, guest_list
+from spes_p2p.swarm.manifest import MANIFEST, Manifest, Revisions, fetch_manifest, guest_list
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
@@ -161,14 +160,14 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         swarm.enter(
             manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests, recent=settings.recent
         )
-        entered, amendments = time.monotonic(), Amendments(swarm, manifest)
+        entered, revisions = time.monotonic(), Revisions(swarm, manifest)
 
         beside = _Beside(
             _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True, merges=True)),
             _checkpoints(settings, output, manifest),
         )
         try:
-            ending = _watch(settings, output, amendments, manifest, archive, beside, page)
+            ending = _watch(settings, output, revisions, manifest, archive, beside, page)
             beside.take(_conclude(ending, output), output)
             write_report(output, facts={"run": ending.value})
         except BaseException:
@@ -270,13 +269,13 @@ def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
 def _watch(
     settings: MonitorConfig,
     output: Path,
-    amendments: Amendments,
+    revisions: Revisions,
     manifest: Manifest,
     archive: Archive,
     beside: _Beside,
     page: Page | None,
 ) -> Ending:
-    swarm, rounds, facts = amendments.swarm, manifest.config.round, _facts(manifest)
+    swarm, rounds, facts = revisions.swarm, manifest.config.round, _facts(manifest)
     view = SwarmView(manifest.config.num_slots, rounds.total, absence_seconds=rounds.heartbeat_seconds)
     view = replace(view, now=swarm.now())
     path = output / METRICS_FILE
@@ -311,7 +310,7 @@ def _watch(
 
             sinks.add("the page", lambda: PageSink(shown, facts, link))
         return Watch(
-            *(swarm, amendments, archive, sinks.update, view),
+            *(swarm, revisions, archive, sinks.update, view),
             save=partial(beside.save, output),
             evaluated=beside.evaluated,
             settings=settings,

@@ -37,10 +37,9 @@ from spes_p2p.model.start import StartWeights
 from spes_p2p.monitor.events import METRICS_FILE, replay
 from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import printable
-from spes_p2p.swarm.amendment import FILE, kept_settings
 from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, read_index
 from spes_p2p.swarm.exchange.versions import Version, is_document
-from spes_p2p.swarm.manifest import TOKENIZER, Manifest, read_manifest
+from spes_p2p.swarm.manifest import REVISION_FILE, TOKENIZER, Manifest, kept_revisions, read_manifest
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import outline_of
@@ -119,12 +118,8 @@ class ModelFolder:
         self._sources = [*_stored(folder, run_id), *(_files(where, state.versions) for where, state in states.items())]
         self.manifest: Manifest = read_manifest(self.document)
 
-    def of_name(self, name: str) -> list[Version]:
-        """Return the versions of a document."""
-        return [source[name].version for source in self._sources if name in source]
-
     def document(self, name: str, sha256: str = "") -> bytes:
-        """Return the verified bytes of the manifest, the tokenizer, or of the amendment with a digest.
+        """Return the verified bytes of the manifest, the tokenizer, or of the revision with a digest.
 
         Raises:
             ExchangeError: no undamaged one is here.
@@ -141,12 +136,8 @@ class ModelFolder:
         return sorted({source[SHARED].version.round for source in self._sources if SHARED in source})
 
     def total_rounds(self) -> int:
-        """Return the run's rounds, as its founder's newest amendment has left them."""
-        try:
-            return kept_settings(self.manifest, self.document, self.folder / FILE)[-1].round.total
-        except RecordError as error:
-            log.warning("%s; the model card has the number of rounds that the run began with", error)
-            return self.manifest.config.round.total
+        """Return the run's rounds, as its founder's newest revision has left them."""
+        return kept_revisions(self.manifest, self.document, self.folder / REVISION_FILE)[-1].config.round.total
 
     def authors(self, round: int) -> set[str]:
         """Return the peers that signed weights of this round or an earlier one."""

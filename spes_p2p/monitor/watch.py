@@ -22,11 +22,10 @@ from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.loss import greedy_continuation, held_out_loss, token_ids
 from spes_p2p.monitor.view import Sample, SwarmView, fold, look
-from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import Manifest
+from spes_p2p.swarm.manifest import Manifest, Revisions
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import Anchors
@@ -291,7 +290,7 @@ class Watch:
     Args:
         swarm: The monitor's own, in client mode. Its watchdog tells silence of the swarm from a failure of this
             machine: without its DHT process a monitor reads no records, and without p2pd it finds none.
-        amendments: The run's settings, which its founder may change.
+        revisions: The run's settings, which its founder may change.
         archive: The swarm's model; used by one thread at a time.
         show: Receives each view.
         view: Where to start: empty, or replayed.
@@ -304,7 +303,7 @@ class Watch:
     def __init__(
         self,
         swarm: HivemindSwarm,
-        amendments: Amendments,
+        revisions: Revisions,
         archive: Archive,
         show: Callable[[SwarmView], None],
         view: SwarmView,
@@ -314,7 +313,7 @@ class Watch:
         settings: MonitorConfig,
     ) -> None:
         self._swarm = swarm
-        self._amendments = amendments
+        self._revisions = revisions
         self._archive = archive
         self._show = show
         self._save = save
@@ -334,7 +333,7 @@ class Watch:
             ConfigError, DataError: the held-out text cannot be read, or the checkpoint cannot be written.
         """
         while True:
-            self._amendments.look()
+            self._revisions.look()
             self.view = self.view.ending_at(self._rounds.total)
             self._poll()
             if self._collect() >= self._rounds.total:
@@ -348,7 +347,7 @@ class Watch:
 
     @property
     def _rounds(self) -> RoundConfig:
-        return self._amendments.run.round
+        return self._revisions.run.round
 
     def _lost(self) -> Ending | None:
         """Tell whether the swarm is gone or out of reach; called without a job, since a job ends by itself."""

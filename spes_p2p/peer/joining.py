@@ -27,6 +27,7 @@ from spes_p2p.config import (
     PeerConfig,
     RunConfig,
 )
+from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
@@ -40,18 +41,19 @@ from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, 
 from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say_qr, size_text
-from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
 from spes_p2p.swarm.consensus import BALLOT
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
+    REVISION_FILE,
     Manifest,
+    Revisions,
     check_founder,
     check_newest,
-    declare_manifest,
     fetch_manifest,
     find_manifests,
     guest_list,
+    kept_revisions,
     publish_manifest,
     read_manifest,
 )
@@ -116,7 +118,7 @@ class Admission:
 
     Attributes:
         manifest: The run's.
-        run: The run's settings as amendments have left them.
+        run: The run's settings in force.
         max_slots: Slots this peer can train.
         data_seed: Seed of its data order.
         found: Its checkpoint, after a restart.
@@ -136,7 +138,7 @@ class Kept:
     Attributes:
         manifest: The run's; None if this is the peer's first start.
         found: Its checkpoint, if it has one.
-        runs: The run's settings in the manifest, and as amendments that lie here change them.
+        runs: The run's settings in the manifest, and as the revisions that lie here change them.
     """
 
     manifest: Manifest | None
@@ -152,7 +154,7 @@ class Kept:
 
 
 @contextlib.contextmanager
-def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Amendments]]:
+def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Revisions]]:
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
     with _with_port(config) as config, _joined(config, kept) as entered:
         yield entered
@@ -178,7 +180,7 @@ def _identity(config: PeerConfig) -> Identity:
 
 
 @contextlib.contextmanager
-def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Amendments]]:
+def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Revisions]]:
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
     if config.initial_peers and config.adapter is not None:
@@ -292,7 +294,7 @@ def kept(config: PeerConfig) -> Kept:
     try:
         store, found = recover(config.output, config.run_name, config.resume_round)
         manifest = read_manifest(store.read)
-        runs = kept_settings(manifest, store.read, config.output / FILE)
+        runs = [each.config for each in kept_revisions(manifest, store.read, config.output / REVISION_FILE)]
     except (JoinError, RecordError) as error:
         raise JoinError(
             f"--output {config.output} cannot go on with run {config.run_id!r}: {error}; "
@@ -364,7 +366,7 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
 
 def _enter(
     config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None, *, founds: bool
-) -> tuple[HivemindSwarm, Admission, Amendments]:
+) -> tuple[HivemindSwarm, Admission, Revisions]:
     run = manifest.config
     check_choices(config, run)
     size = run_size(run, manifest.vocab_size)
@@ -391,7 +393,8 @@ def _enter(
     swarm.enter(run.round, anchors.vectors(), manifest.genesis(), **entry)
     if config.resume_round is not None:
         swarm.consensus.cut(config.resume_round)
-    declare_manifest(swarm, manifest)
+    revisions = Revisions(swarm, manifest, config.output / REVISION_FILE)
+    revisions.look()
     log.info("run %r, manifest %s, founded by %s", manifest.run_id, manifest.digest[:12], manifest.founder)
     num_slots = min(max_slots, run.num_slots)
     what = (
@@ -407,9 +410,7 @@ def _enter(
     _tell_link(config, write_link(config.output, swarm, manifest), config.flags_of_others(run), founds=founds)
     seed = hashlib.sha256(swarm.peer_id.encode()).digest()
     data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
-    amendments = Amendments(swarm, manifest, config.output / FILE)
-    amendments.look()
-    return swarm, Admission(manifest, amendments.run, max_slots, data_seed, found), amendments
+    return swarm, Admission(manifest, revisions.run, max_slots, data_seed, found), revisions
 
 
 def _tell_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -> None:

@@ -31,9 +31,8 @@ from spes_p2p.peer.joining import Admission, joined, kept, write_link
 from spes_p2p.peer.output_dir import alone_in, check_output, fresh_output
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
-from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import TOKENIZER, Manifest
+from spes_p2p.swarm.manifest import TOKENIZER, Manifest, Revisions
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
@@ -98,18 +97,18 @@ def run(
                 _dismiss(group)
                 return 0
             with (
-                joined(config, own) as (swarm, admission, amendments),
+                joined(config, own) as (swarm, admission, revisions),
                 controls.watching(
                     swarm.traffic,
                     max_slots=admission.max_slots,
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
-                shown(config, swarm, amendments, controls) as page,
+                shown(config, swarm, revisions, controls) as page,
                 restart.when_daemons_die(swarm, end),
             ):
                 on_joined(swarm.node.contacts())
                 try:
-                    _train(config, group, end, (swarm, admission, amendments), keep or _nothing, page, controls)
+                    _train(config, group, end, (swarm, admission, revisions), keep or _nothing, page, controls)
                 except KeyboardInterrupt:
                     if swarm.watchdog.death and not end.is_asked:
                         raise
@@ -147,7 +146,7 @@ def _train(
     config: PeerConfig,
     group: ProcessGroup,
     end: Termination,
-    joined: tuple[HivemindSwarm, Admission, Amendments] | None,
+    joined: tuple[HivemindSwarm, Admission, Revisions] | None,
     keep_output: Callable[[], None] = _nothing,
     page: PeerPage | None = None,
     controls: Controls | None = None,
@@ -205,7 +204,7 @@ def _train(
         group.close()
 
 
-def _each_round(config: PeerConfig, joined: tuple[HivemindSwarm, Admission, Amendments]) -> RunConfig | None:
+def _each_round(config: PeerConfig, joined: tuple[HivemindSwarm, Admission, Revisions]) -> RunConfig | None:
     """Write the run's link with a recent certificate; return the settings if they have changed."""
     with contextlib.suppress(OSError, ValueError):  # a full disk, or no address now: the last link holds
         write_link(config.output, joined[0], joined[1].manifest)

@@ -23,8 +23,8 @@ from spes_p2p.monitor.view import SwarmView, fold, look
 from spes_p2p.peer.controls import Controls
 from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.presentation import say
-from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.manifest import Revisions
 from spes_p2p.swarm.records import Metrics
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ class PeerPage:
         page: Page,
         swarm: HivemindSwarm,
         state: PageState,
-        amendments: Amendments,
+        revisions: Revisions,
         controls: Controls,
         link: Callable[[], str],
     ) -> None:
-        self._amendments = amendments
+        self._revisions = revisions
         self._controls = controls
         self._page = page
         self._swarm = swarm
@@ -100,7 +100,7 @@ class PeerPage:
     def _look(self) -> None:
         own_id = self._swarm.peer_id
         view, known = self._state.view, self._swarm.known()
-        view = view.ending_at(self._amendments.run.round.total)
+        view = view.ending_at(self._revisions.run.round.total)
         counted = None if known is None else {own_id, *known}
         now = self._swarm.now()
         try:
@@ -183,7 +183,7 @@ def _memory_bytes() -> int:
 
 @contextlib.contextmanager
 def shown(
-    config: PeerConfig, swarm: HivemindSwarm, amendments: Amendments, controls: Controls
+    config: PeerConfig, swarm: HivemindSwarm, revisions: Revisions, controls: Controls
 ) -> Iterator[PeerPage | None]:
     """Show this peer's page while the block runs; start it after the averager's fork. None with `--page off`.
 
@@ -195,7 +195,7 @@ def shown(
     if config.page == "off":
         yield None
         return
-    run = amendments.run
+    run = revisions.run
     view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
     facts = {"run_id": config.run_name, "config": run.model_dump(mode="json")}
     file = config.output / LINK_FILE
@@ -209,7 +209,7 @@ def shown(
     log.info("page: %s", page.address)
     if page.is_loopback and sys.stderr.isatty():
         say(f"with buttons: {page.address}#token={verbs.token}")
-    follower = PeerPage(page, swarm, state, amendments, controls, link)
+    follower = PeerPage(page, swarm, state, revisions, controls, link)
     try:
         yield follower
     finally:

@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 MAX_VOTERS = 64
@@ -112,6 +111,13 @@ class SlotState(Document):
     """Digest of its kept form; None where slots have none, and for the run's start."""
 
 
+class Revision(Document):
+    """Names a revision of the run's manifest; the default is the manifest itself."""
+
+    number: Count = 0
+    digest: Digest | Literal[""] = ""
+
+
 class Body(Document):
     """What a round changed. Its digest names it; signatures are no part of it, so that two collections of votes for
     one body do not fork the chain."""
@@ -141,8 +147,8 @@ class Body(Document):
     """Voters that were absent for so long that the rest, no majority, went on without them."""
     cursor: Count = 0
     """First batch of shared data that the next round's voters are dealt (`shares`)."""
-    amendment: Version | None = None
-    """The founder's last change to the run's settings, in force from the next round on (`swarm/amendment.py`)."""
+    revision: Revision = Revision()
+    """The revision of the manifest that holds from the next round on."""
 
     @cached_property
     def digest(self) -> str:
@@ -184,11 +190,8 @@ class Statement(Document):
 
     @cached_property
     def signed_part(self) -> bytes:
-        """The bytes that are signed: the kind, and all fields but the signature and an amendment that is None."""
-        content = self.model_dump(mode="json") | {"signature": ""}
-        if content.get("amendment", "") is None:
-            del content["amendment"]
-        return self.kind.encode() + b"\n" + _canonical(content)
+        """The bytes that are signed: the kind, and all fields but the signature."""
+        return self.kind.encode() + b"\n" + _canonical(self.model_dump(mode="json") | {"signature": ""})
 
     def signed(self, keys: Keys):
         """Return this statement with its author's signature."""
@@ -217,8 +220,8 @@ class Confirmation(RoundStatement):
     """Digest of the version of `shared` that the member would commit."""
     slots: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
     """The same for each of its slots."""
-    amendment: Version | None = None
-    """A change to the run's settings that the last certificate does not name yet."""
+    revision: Revision = Revision()
+    """The newest revision of the manifest that the member has read."""
     kept: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
     """Digests of the kept forms of these versions, in runs whose slots have such."""
 
@@ -489,7 +492,6 @@ def make_body(
     *,
     ends_at: float,
     min_peers: int,
-    amendment: Version | None = None,
     removed: Collection[str] = (),
     guilty: Collection[str] = (),
     shrunk: Sequence[str] = (),
@@ -520,7 +522,7 @@ def make_body(
         slots=decide_slots(last, members, confirmations),
         shrunk=tuple(shrunk),
         cursor=last.cursor + sum(map(len, shares(last).values())),
-        amendment=amendment or last.amendment,
+        revision=newest_read(last, confirmations),
     )
 
 
@@ -533,6 +535,16 @@ def confirmed_shared(last: Body, confirmations: Iterable[Confirmation], shrunk: 
     votes = Counter(each.shared for each in confirmations if each.peer_id in voters)
     digest, count = max(votes.items(), key=lambda item: item[1], default=("", 0))
     return digest if 2 * count > len(voters) else ""  # guard: shared-confirmed
+
+
+def newest_read(last: Body, confirmations: Iterable[Confirmation]) -> Revision:
+    """Return the newest revision of the manifest that a quorum has read; the last body's if that is the newest.
+
+    A revision that fewer voters have read may be withheld from the others.
+    """
+    stated = Counter(each.revision for each in confirmations if each.peer_id in last.voters)  # guard: revision-voters
+    read = [revision for revision, count in stated.items() if count >= last.quorum]  # guard: revision-read
+    return max([last.revision, *read], key=lambda each: each.number)  # guard: newer-revision
 
 
 def required_votes(last: Body, body: Body) -> int:

@@ -23,8 +23,6 @@ from spes_p2p.swarm.certificate import (
     strangers,
     vote_for,
 )
-from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
-from spes_p2p.swarm.p2p.identity import is_signed_by
 
 
 def check_body(proposal: Proposal, last: Body, min_peers: int) -> str:
@@ -53,7 +51,6 @@ def check_body(proposal: Proposal, last: Body, min_peers: int) -> str:
         confirmations,
         ends_at=body.ends_at,
         min_peers=min_peers,
-        amendment=body.amendment,
         removed=removed,
         guilty=guilty_voters(proposal.proofs, last),
         shrunk=body.shrunk,
@@ -70,7 +67,7 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
         return f"{vote.peer_id} has not signed its {vote.kind}"
     if vote.model_copy(update={"signature": ""}) != vote_for(body, proposal.attempt, vote.peer_id):
         return "the proposer's vote is for something else"
-    if reason := check_body(proposal, last, min_peers) or check_amendment(body.amendment, last):
+    if reason := check_body(proposal, last, min_peers):
         return reason
     if reason := check_give_ups(proposal, last):
         return reason
@@ -87,31 +84,6 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
         if given_up.voted is not None and not _vote_of_proposer(given_up, last).is_signed(keys):  # guard: real-proposal
             return f"{given_up.peer_id} states a vote for what was not proposed"
     return ""
-
-
-def check_amendment(named: Version | None, last: Body) -> str:
-    """Return why an amendment cannot follow the last body's: only the founder signs them, in ascending numbers."""
-    if named == last.amendment:
-        return ""
-    is_founders = named is not None and (named.name, named.run_id, named.author) == (AMENDMENT, last.run, last.founder)
-    if named is None or not is_founders:  # guard: founders-amendment
-        return "its amendment is not of the run's founder"
-    if last.amendment is not None and named.round <= last.amendment.round:  # guard: newer-amendment
-        return "its amendment is older than the last one"
-    key, signature = named.public_key.encode(), named.signature.encode()
-    is_signed = is_signed_by(named.author, key, named.signed_part(), signature)  # guard: signed-amendment
-    return "" if is_signed else "its amendment is not signed by the founder"
-
-
-def newest_amendment(stated: Iterable[Version | None], last: Body) -> Version | None:
-    """Return the newest of the amendments that peers state, among those that the last body does not name and that may
-    follow it; None if there is none.
-
-    Each statement is checked by itself: a forged one with the digest of a true one must not hide it.
-    """
-    new = {each for each in stated if each not in (None, last.amendment)}
-    valid = [each for each in new if each is not None and not check_amendment(each, last)]
-    return max(valid, key=lambda each: (each.round, each.digest), default=None)
 
 
 def check_shrunk(body: Body, last: Body) -> str:

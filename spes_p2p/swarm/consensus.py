@@ -37,6 +37,7 @@ from spes_p2p.swarm.certificate import (
     Proof,
     Proposal,
     Question,
+    Revision,
     Vote,
     known_peers,
     signers,
@@ -44,7 +45,6 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile, PublicKey
 from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel
-from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.p2p.identity import IdentityKeys, peer_id_of
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import PROTOCOL
@@ -333,10 +333,10 @@ class Consensus:
         with self._changed:
             return self._changed.wait_for(is_over, seconds)
 
-    def offer(self, amendment: Version) -> None:
-        """Have the next certificate name a change to the run's settings."""
+    def state(self, revision: Revision) -> None:
+        """State in the next rounds that this peer has read a revision of the manifest."""
         with self._changed:
-            self._decider.amendment = amendment
+            self._decider.revision = revision
 
     def leave(self) -> None:
         """Say goodbye to the other voters."""

@@ -32,6 +32,7 @@ from spes_p2p.swarm.certificate import (
     Proof,
     Proposal,
     Question,
+    Revision,
     Vote,
     known_peers,
     make_body,
@@ -40,9 +41,8 @@ from spes_p2p.swarm.certificate import (
     required_votes,
     roster_digest,
 )
-from spes_p2p.swarm.certificate_checks import newest_amendment, newest_voted
+from spes_p2p.swarm.certificate_checks import newest_voted
 from spes_p2p.swarm.chain import Chain
-from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.votes import WATCHED_ROUNDS, Ballot, Network, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ class Decider:
         self.attempt = 0
         self.proofs = {proof.vote.peer_id: proof for proof in self.voter.ballot.proofs}
         """Proofs against voters, by peer; kept with the ballot."""
-        self.amendment: Version | None = None
-        """A change to the run's settings that this peer has read, and that the next certificate is to name."""
+        self.revision = Revision()
+        """The newest revision of the manifest that this peer has read."""
 
     def start(self) -> None:
         """Open the round after the last certificate, and ask another peer for what this one has missed."""
@@ -228,7 +228,7 @@ class Decider:
             roster=roster_digest(members),
             shared=shared,
             slots={str(slot): digest for slot, digest in (slots or {}).items()},
-            amendment=newest_amendment([self.amendment], last),
+            revision=self.revision,
             kept={str(slot): digest for slot, digest in (kept or {}).items()},
         ).signed(self._keys)
         if self._has_given_up(last.proposer(attempt)):
@@ -274,9 +274,6 @@ class Decider:
         if self.attempt and len(self._of_attempt()) < self.quorum:
             return
         confirmations, absent = self._of_roster(), self._absent()
-        amendment = newest_amendment([self.amendment], self.chain.last)
-        readers = [each.peer_id for each in confirmations if each.amendment == amendment]
-        is_read = len({*readers} & {*self.chain.last.voters}) >= self.quorum  # otherwise the others would not vote
         removed = [] if absent else self._due_to_leave()
         guilty = [peer for peer in removed if peer in self.proofs]
         body = make_body(
@@ -285,7 +282,6 @@ class Decider:
             confirmations,
             ends_at=self._ends_at,
             min_peers=self._rules.min_peers,
-            amendment=amendment if is_read else None,
             removed=removed,
             guilty=guilty,
             shrunk=absent,
@@ -346,7 +342,7 @@ class Decider:
         if body.previous != self.chain.last.digest:
             self._meet(sender, body.round - 1, body.previous)
             return
-        if self._has_left or not self._has_read(body):
+        if self._has_left:
             return
         try:
             vote = self.voter.vote(proposal, self._own_view())
@@ -357,10 +353,6 @@ class Decider:
             self._open(proposal.attempt)
         self._proposals[body.digest] = proposal
         self._network.send(sender, vote)
-
-    def _has_read(self, body: Body) -> bool:
-        """Tell whether a body names no change of the settings that this peer has not read: it may be withheld."""
-        return body.amendment in (self.chain.last.amendment, self.amendment)  # guard: read-amendment
 
     def _take_vote(self, sender: str, vote: Vote) -> None:
         proposal, last = self._offered, self.chain.last
@@ -420,7 +412,7 @@ class Decider:
             self._meet(sender, give_up.round - 1, give_up.previous)
             return
         self._watch(give_up)
-        if self.voter.discounts(give_up, voted) or (voted is not None and not self._has_read(voted.body)):
+        if self.voter.discounts(give_up, voted):
             return
         if self._has_left:  # the goodbye may have been lost
             self._network.send(sender, self._goodbye())

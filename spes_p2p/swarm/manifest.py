@@ -1,17 +1,23 @@
 """A run's manifest: its founder signs it and every peer passes it on, so that no other peer can change the run.
 
-A founder that founds a run of the same name anew signs its manifest with a later time, as the version's round. Of one
+A founder that founds a run of the same name again signs its manifest with a later time, as the version's round. Of one
 founder's manifests the newest counts; a peer keeps its own in its output, and takes no older one after a restart.
+
+The founder changes settings by a *revision*: the manifest again, with new settings and the digest of the first one,
+which names the founding. A certificate names the revision in force, so that all peers change in the same round.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,13 +25,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import FOUNDED, RunConfig, RunId
-from spes_p2p.errors import AbsentError, ExchangeError, JoinError, RecordError
+from spes_p2p.config.changes import changes, check_changes
+from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.certificate import Body, genesis
-from spes_p2p.swarm.exchange.versions import AMENDMENT
+from spes_p2p.swarm.certificate import Body, Revision, genesis, shares
+from spes_p2p.swarm.exchange.versions import REVISION, Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.invites import GuestList, show
-from spes_p2p.swarm.records import PROTOCOL, Digest, ManifestRecord, PeerId, Software
+from spes_p2p.swarm.records import PROTOCOL, Count, Digest, ManifestRecord, PeerId, Software
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +41,15 @@ TELL_SECONDS = 2.0
 PULL_SECONDS = 60.0
 MAX_ASKED = 64
 """Peers that are asked which manifest they have."""
+REVISION_SECONDS, REVISION_PEERS = 5.0, 16
+"""Time to fetch a revision, in which this peer does not train, and the peers that it asks."""
 MANIFEST, TOKENIZER = "manifest", "tokenizer"
-MAX_BYTES = {MANIFEST: 2**16, TOKENIZER: 2**26, AMENDMENT: 2**16}  # guard: document-bytes
+MAX_BYTES = {MANIFEST: 2**16, TOKENIZER: 2**26, REVISION: 2**16}  # guard: document-bytes
 """Largest documents. A manifest has some kilobytes; to refuse one of 64 MB of unknown keys would take gigabytes."""
+REVISION_FILE = "revision"
+"""In a peer's output: the founder's newest revision, as `spes amend` writes it; a running peer looks for it."""
+DEALT_ROUNDS, ROOM_ROUNDS = 6, 12
+"""Rounds' batches beyond the cursor that may be dealt already; and with room until the next certificate."""
 
 
 class Manifest(BaseModel):
@@ -55,6 +68,10 @@ class Manifest(BaseModel):
     """Size of the tokenizer's vocabulary."""
     tokenizer_digest: Digest
     """Digest of the tokenizer document."""
+    revision: Count = 0
+    """Number of this revision; 0 in the run's first manifest."""
+    founding: Digest | Literal[""] = ""
+    """In a revision: the digest of the first manifest."""
 
     @model_validator(mode="after")
     def _check_base(self) -> Manifest:
@@ -84,10 +101,10 @@ def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes)
     declare_manifest(swarm, manifest)
 
 
-def declare_manifest(swarm: HivemindSwarm, manifest: Manifest) -> None:
-    """Declare in the DHT, until this peer leaves, that it serves the run's manifest."""
-    record = ManifestRecord(peer_id=swarm.peer_id, digest=manifest.digest, num_bytes=len(manifest.encode()))
-    swarm.announce(record)
+def declare_manifest(swarm: HivemindSwarm, manifest: Manifest, revision: int = 0) -> None:
+    """Declare in the DHT, until this peer leaves, that it serves the run's manifest and this revision of it."""
+    size = len(manifest.encode())
+    swarm.announce(ManifestRecord(peer_id=swarm.peer_id, digest=manifest.digest, num_bytes=size, revision=revision))
 
 
 def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Manifest, bytes]:
@@ -279,3 +296,170 @@ def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
                 f"spes_p2p as this one ({__version__}, protocol {PROTOCOL})"
             )
         swarm.wait(1.0)
+
+
+# ---------------------------------------------------------------------- revisions
+
+
+class Revisions:
+    """The settings of a run in force, for one peer or monitor.
+
+    Args:
+        swarm: Its swarm, in the run.
+        manifest: The run's first manifest.
+        file: Where the founder's newest revision may lie; None in a monitor, which passes none on.
+
+    Attributes:
+        swarm: The swarm.
+        run: The settings in force.
+    """
+
+    def __init__(self, swarm: HivemindSwarm, manifest: Manifest, file: Path | None = None) -> None:
+        self.swarm = swarm
+        self.run = manifest.config
+        self._manifest = manifest
+        self._file = file
+        self._number = 0
+        self._declared = -1
+        self._warned = set[object]()
+
+    def look(self) -> RunConfig | None:
+        """Adopt the revision that the last certificate names, and read a newer one; return settings that changed."""
+        before, last = self.run, self.swarm.last()
+        if last.revision.number > self._number:
+            self._adopt(last.revision)
+        self._read_newer(last)
+        newest = self._newest()
+        if newest.number > max(self._number, last.revision.number) and self._settings(newest, last) is not None:
+            self.swarm.consensus.state(newest)
+            if last.round >= self.run.round.total:  # no round is left that could end with a certificate
+                self._adopt(newest)
+        if self._file is not None and newest.number != self._declared:
+            declare_manifest(self.swarm, self._manifest, newest.number)
+            self._declared = newest.number
+        return None if self.run is before else self.run
+
+    def _adopt(self, revision: Revision) -> None:
+        if (new := self._settings(revision)) is not None:
+            words = ", ".join(f"{name} {old!r} -> {now!r}" for name, (old, now) in changes(self.run, new).items())
+            log.info("revision %d of the run's settings is in force: %s", revision.number, words)
+            self._number, self.run = revision.number, new
+
+    def _newest(self) -> Revision:
+        version = self.swarm.versions().get(REVISION)
+        return Revision() if version is None else Revision(number=version.round, digest=version.digest)
+
+    def _read_newer(self, last: Body) -> None:
+        """Take a newer revision from this peer's file, or from peers that declare one."""
+        written = read_revision(self._file, self._manifest) if self._file is not None else None
+        if written is not None and written[0].round > self._newest().number:
+            log.info("passing on revision %d of the run's settings", written[0].round)
+            self.swarm.keep_document(*written)
+        number, known = self._newest().number, last.known | {self._manifest.founder}
+        declared = {peer: getattr(record, "revision", 0) for peer, record in self.swarm.read(ManifestRecord).items()}
+        if newer := [
+            peer for peer in declared if declared[peer] > number and peer in known
+        ]:  # guard: declared-revision
+            self._pull(newer, min_round=number + 1)
+
+    def _pull(self, peers: Sequence[str], min_round: int = 0, digest: str = "") -> str:
+        asked = random.sample(peers, min(len(peers), REVISION_PEERS))
+        author = self._manifest.founder  # guard: founders-revision
+        return pull_document(self.swarm, REVISION, asked, author, min_round, digest, REVISION_SECONDS)
+
+    def _settings(self, revision: Revision, last: Body | None = None) -> RunConfig | None:
+        """Return a revision's settings, fetched if need be; warn and return None if they cannot follow those in force,
+        or are too late after a last body."""
+        try:
+            new = revised(self._document(revision.digest), self._manifest).config
+            check_changes(self.run, new)
+            if last is not None:
+                check_moment(self.run, new, last)
+        except (ConfigError, JoinError, ExchangeError) as error:
+            if (revision, type(error)) not in self._warned:
+                self._warned.add((revision, type(error)))
+                log.warning("revision %d of the run's settings changes nothing here: %s", revision.number, error)
+            return None
+        return new
+
+    def _document(self, digest: str) -> bytes:
+        with contextlib.suppress(ExchangeError):
+            return self.swarm.load_document(REVISION, digest)
+        others = [peer for peer in self.swarm.read(ManifestRecord) if peer != self.swarm.peer_id]
+        if failure := self._pull(others, digest=digest):
+            raise ExchangeError(f"cannot fetch it ({failure}); asking again each round")
+        return self.swarm.load_document(REVISION, digest)
+
+
+def read_revision(file: Path, manifest: Manifest) -> tuple[Version, bytes] | None:
+    """Return the founder's revision in a file, after its signed description; None, with a warning, if it has none."""
+    try:
+        signed, _, document = file.read_bytes().partition(b"\n")
+        version = Version.verify(signed, manifest.run_id)
+    except FileNotFoundError:
+        return None
+    except (OSError, RecordError) as error:
+        log.warning("%s is no revision of the run's settings (%s); run spes amend again", file, error)
+        return None
+    is_founders = (version.name, version.author) == (REVISION, manifest.founder)
+    if not is_founders or version.digest != digest(document):  # guard: revision-file
+        log.warning("%s is not signed by the run's founder %s; run spes amend again", file, manifest.founder)
+        return None
+    return version, document
+
+
+def revised(document: bytes, manifest: Manifest) -> Manifest:
+    """Read a revision of a manifest.
+
+    Raises:
+        JoinError: this software cannot read it, or it is of another founding.
+    """
+    found = read_manifest(lambda name: document)
+    if found.founding != manifest.digest:  # guard: revised-founding
+        raise JoinError("it is of another founding of the run")
+    return found
+
+
+def kept_revisions(manifest: Manifest, load: Callable[[str], bytes], file: Path) -> list[Manifest]:
+    """Return a manifest and the revisions that its peer has kept, newest last; `load` reads its documents by name."""
+    found, documents = [manifest], list[bytes]()
+    with contextlib.suppress(ExchangeError):  # there is none
+        documents.append(load(REVISION))
+    if (written := read_revision(file, manifest)) is not None:
+        documents.append(written[1])
+    for document in documents:
+        with contextlib.suppress(JoinError):  # `Revisions` warns of it if it would count
+            found.append(revised(document, manifest))
+    return sorted(found, key=lambda each: each.revision)
+
+
+def check_moment(old: RunConfig, new: RunConfig, last: Body, rounds: int = DEALT_ROUNDS) -> None:
+    """Check that no sequence whose source changes is dealt after the last certificate's body and some rounds more.
+
+    Raises:
+        ConfigError: it is too late.
+    """
+    first = first_changed_tokens(old, new)
+    if first is not None and first < (dealt := dealt_tokens(new, last, rounds)):  # guard: revised-phases
+        raise ConfigError(
+            f"data.mixture: the weights from {first:,} tokens on would change, and sequences below {dealt:,} tokens "
+            f"are trained or dealt already; keep what was, and begin a phase (data.phases) at {dealt:,} or later"
+        )
+
+
+def first_changed_tokens(old: RunConfig, new: RunConfig) -> int | None:
+    """Return the position, in tokens, from which sequences come from other sources; None if none do."""
+    one, other = (
+        list(zip((0, *run.data.phases), zip(*(each.weights for each in run.data.mixture), strict=True), strict=False))
+        for run in (old, new)
+    )
+    differing = (pair for pair in itertools.zip_longest(one, other) if pair[0] != pair[1])
+    return min((phase[0] for phase in next(differing, ()) if phase is not None), default=None)
+
+
+def dealt_tokens(run: RunConfig, last: Body, rounds: int) -> int:
+    """Return the position, in tokens, so many rounds beyond the last body's cursor."""
+    dealt = sum(map(len, shares(last).values()))
+    usual = -(-run.round_tokens // (run.train.batch_size * run.data.sequence_length))
+    usual = run.round.steps * max(len(last.members), run.round.min_peers) if run.round.mode == "steps" else usual
+    return (last.cursor + rounds * max(dealt, usual)) * run.train.batch_size * run.data.sequence_length

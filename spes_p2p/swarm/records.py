@@ -108,6 +108,8 @@ class ManifestRecord(Record):
     digest: Digest
     """SHA-256 of the manifest document."""
     num_bytes: Count
+    revision: Count = 0
+    """Number of the newest revision of it that this peer has read, and serves."""
 
 
 class Claim(Record):
@@ -145,8 +147,6 @@ class Progress(Record):
     """Digest of the body of `round`'s certificate, where the peer's chain of certificates ends; empty at first."""
     is_done: bool = False
     """This peer has made all local steps of the next round."""
-    amendment: Count = 0
-    """Number of the newest change of the settings that this peer has."""
 
 
 class Metrics(Record):

@@ -16,7 +16,6 @@ from spes_p2p.errors import AbsentError
 from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.exchange.versions import AMENDMENT
 from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Metrics, Progress
@@ -522,14 +521,12 @@ class Synchroniser:
     def _progress(self, ends_at: float, *, is_done: bool = False) -> Progress:
         last = self.swarm.last()
         certificate = last.digest if last.round == self.round > 0 else ""
-        amendment = self.swarm.versions().get(AMENDMENT)
         return Progress(
             peer_id=self.swarm.peer_id,
             round=self.round,
             ends_at=ends_at,
             certificate=certificate,
             is_done=is_done,
-            amendment=amendment.round if amendment is not None else 0,
         )
 
     def _announce(self, ends_at: float) -> None:

@@ -61,9 +61,9 @@ def swarm() -> ScriptedSwarm:
 @pytest.fixture
 def page(swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerPage]:
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
-    amendments = SimpleNamespace(run=RunConfig())
+    revisions = SimpleNamespace(run=RunConfig())
     config, controls = PeerConfig(run_id="run", output=tmp_path), Controls(tmp_path)
-    with shown(config, swarm, amendments, controls) as page:  # type: ignore[arg-type]
+    with shown(config, swarm, revisions, controls) as page:  # type: ignore[arg-type]
         assert page is not None
         yield page
 
@@ -165,10 +165,10 @@ def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_lo
     swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
-    amendments = SimpleNamespace(run=RunConfig())
+    revisions = SimpleNamespace(run=RunConfig())
     controls = Controls(tmp_path)
     config = PeerConfig(run_id="run", output=tmp_path)
-    with caplog.at_level("INFO"), shown(config, swarm, amendments, controls) as page:  # type: ignore[arg-type]
+    with caplog.at_level("INFO"), shown(config, swarm, revisions, controls) as page:  # type: ignore[arg-type]
         assert page is not None
         page.say("")
         controls.act("pause", {})
@@ -187,10 +187,10 @@ def test_a_page_for_other_machines_shows_no_rules(
     swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
-    amendments = SimpleNamespace(run=RunConfig())
+    revisions = SimpleNamespace(run=RunConfig())
     config = PeerConfig(run_id="run", output=tmp_path, page="0.0.0.0:0")
     controls = Controls(tmp_path)
-    with shown(config, swarm, amendments, controls) as page:  # type: ignore[arg-type]
+    with shown(config, swarm, revisions, controls) as page:  # type: ignore[arg-type]
         assert page is not None
         controls.act("rules", {"programs": "blender"})
         address = (tmp_path / "page").read_text().strip()

@@ -19,12 +19,12 @@ from spes_p2p.swarm.records import Count, Digest, PeerId, Strict
 MAX_MANIFEST_BYTES = 4096
 MAX_REFUSED = 1024
 """Refused versions that a peer remembers."""
-AMENDMENT = "amendment"
-DOCUMENTS = ("manifest", "tokenizer", AMENDMENT)
+REVISION = "revision"
+DOCUMENTS = ("manifest", "tokenizer", REVISION)
 """Names of a run's documents; the last one is there once the founder has changed the run's settings."""
 CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
 _PART = rf"(base-)?(shared|{SLOT})"
-Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|amendment|{_PART}|kept-{SLOT})$")]  # guard: version-name
+Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|revision|{_PART}|kept-{SLOT})$")]  # guard: version-name
 Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) else VectorName(name))]
 
 

@@ -190,9 +190,9 @@ def test_a_monitor_that_resumes_with_tensorboard_shows_the_rounds_before_each_on
     for flags in (first_flags, ["--resume", "--tensorboard"]):
         words = ["--run-id", "run", "--initial-peers", "x", "--output", str(tmp_path), "--console", "none", *flags]
         settings = load_settings(MonitorConfig, words)
-        amendments = SimpleNamespace(swarm=swarm)
+        revisions = SimpleNamespace(swarm=swarm)
         monitor._watch(
-            settings, tmp_path, amendments, manifest, None, SimpleNamespace(save=print, evaluated=print), None
+            settings, tmp_path, revisions, manifest, None, SimpleNamespace(save=print, evaluated=print), None
         )  # type: ignore[arg-type]
     found = [(step, tag) for step, tag, _ in tensorboard_entries(tmp_path / "tensorboard")]
     assert sorted(step for step, tag in found if tag == "swarm/loss") == [1, 2, 3, 4]

@@ -122,9 +122,9 @@ class Scene:
         )
         self.told: list[tuple[int, float | None]] = []
         rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
-        amendments = SimpleNamespace(run=RunConfig(round=rounds), look=lambda: None)
+        revisions = SimpleNamespace(run=RunConfig(round=rounds), look=lambda: None)
         self.watch = Watch(
-            *(self.swarm, amendments, self.archive, self.recorder.show, view),  # type: ignore[arg-type]
+            *(self.swarm, revisions, self.archive, self.recorder.show, view),  # type: ignore[arg-type]
             save=lambda round, loss: self.saved.append(round),
             evaluated=lambda round, loss: self.told.append((round, loss)),
             settings=MonitorConfig(run_id="run", initial_peers=["/"], evaluate_every=every, poll_seconds=1e-9),

@@ -18,13 +18,13 @@ from spes_p2p.swarm.certificate import (
     Proof,
     Proposal,
     Question,
+    Revision,
     Vote,
     genesis,
     vote_for,
 )
 from spes_p2p.swarm.certificate_checks import check_skip
 from spes_p2p.swarm.chain import Chain, ChainFile
-from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from tests.support.certificates import PEERS, Round, digest
 
@@ -456,66 +456,36 @@ def test_questions_of_two_branches_end(seed):
     assert sent[0].certificates[0].body.round == 1
 
 
-# ---------------------------------------------------------------------- changes of the settings
-
-
-def founded(key, odd, seed):
-    """A swarm of this founder's and three more peers, one of which is of another kind, after 200 seconds."""
-    start, world = genesis("run", key.peer_id, digest("manifest"), NUM_SLOTS), World(0, random.Random(seed))
-    for peer in (key.peer_id, *PEERS[1:4]):
-        world.nodes[peer] = (odd if peer == PEERS[2] else Node)(world, peer, start)
-    for node in world.nodes.values():
-        node.start()
-    world.run(200)
-    return world
+# ---------------------------------------------------------------------- revisions of the settings
 
 
 @pytest.mark.parametrize("is_proposed", [False, True])
-def test_no_round_names_a_change_that_the_voters_have_not_read(is_proposed, tmp_path, seed):
-    """The founder's key signs it, one member states it or proposes it, and its document is withheld."""
-    key = Identity(tmp_path / "key")
-    change = Version.sign(key, "run", AMENDMENT, 1, b"withheld", "raw")
+def test_no_round_names_a_revision_that_no_quorum_has_read_and_none_waits_for_it(is_proposed, seed):
+    """One voter states it, or proposes it, and withholds it; later a quorum has read it, and one voter has not."""
+    read = Revision(number=1, digest=digest("revision"))
 
     class Withholding(Liar):
-        """Names what no other peer has read, in every attempt."""
-
         def send(self, peer, message):
             if is_proposed and isinstance(message, Proposal):
-                body = message.body.model_copy(update={"amendment": change})
+                body = message.body.model_copy(update={"revision": read})
                 vote = vote_for(body, message.attempt, self.peer_id).signed(self.keys)
                 message = message.model_copy(update={"body": body, "vote": vote})
             if isinstance(message, Confirmation):
-                message = message.model_copy(update={"amendment": change}).signed(self.keys)
+                message = message.model_copy(update={"revision": read}).signed(self.keys)
             super().send(peer, message)
 
-    world = founded(key, Withholding, seed)
+    world = World(0, random.Random(seed))
+    for peer in PEERS[:4]:
+        world.nodes[peer] = (Withholding if peer == PEERS[2] else Node)(world, peer, START)
+    for node in world.nodes.values():
+        node.start()
+    world.run(200)
     nodes = [node for peer, node in world.nodes.items() if peer != PEERS[2]]
-    assert min(node.last.round for node in nodes) > 8
-    assert not any(each.body.amendment for node in nodes for each in node.chain)
-    for node in nodes:
-        node.decider.amendment = change  # now they have read it
+    assert min(node.last.round for node in nodes) > 8 and not any(node.last.revision.number for node in nodes)
+    for node in nodes[1:]:
+        node.decider.revision = read
     world.run(260)
-    assert {node.last.amendment for node in nodes} == {change}
-
-
-def test_a_voter_votes_for_no_change_that_the_others_have_read_and_it_has_not(tmp_path, seed):
-    """It goes on with the old settings: a quorum may withhold the document from it."""
-    key, votes = Identity(tmp_path / "key"), list[Vote]()
-    change = Version.sign(key, "run", AMENDMENT, 1, b"withheld", "raw")
-
-    class Noted(Node):
-        def send(self, peer, message):
-            votes.extend([message] if isinstance(message, Vote) else [])
-            super().send(peer, message)
-
-    world = founded(key, Noted, seed)
-    assert votes and set(world.nodes[PEERS[1]].last.voters) == set(world.nodes)
-    for peer in world.nodes.keys() - {PEERS[2]}:
-        world.nodes[peer].decider.amendment = change
-    votes.clear()
-    world.run(260)
-    first = next(each.body for each in world.nodes[PEERS[1]].chain if each.body.amendment)
-    assert votes and not [vote for vote in votes if vote.body == first.digest]
+    assert {node.last.revision for node in nodes} == {read}
 
 
 # ---------------------------------------------------------------------- the chain
