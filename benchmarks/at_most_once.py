@@ -13,15 +13,14 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import LongTensor
 
-from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, SourceConfig, TrainConfig
-from spes_p2p.data.mixture import MixedSource
+from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.data.shared import SharedSource
 from spes_p2p.data.windows import TokenFile
 from spes_p2p.errors import SimulationError
@@ -36,10 +35,6 @@ from spes_p2p.training.loss_gate import public_text
 
 VOCAB, T = 64, 64
 NUM_WINDOWS = 1500
-MIXED_WINDOWS = 1500, 200
-"""Windows of the sources of `mixture`."""
-ANNEALED_TOKENS = 1000 * T
-"""Tokens after which its second weights count."""
 MODEL = ModelConfig(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, num_experts=4, top_k=2
 )
@@ -48,7 +43,7 @@ PEERS, SEGMENTS, SEGMENT_SECONDS, SHARE = 8, 4, 600.0, 0.3
 
 
 class Numbers:
-    """Windows whose first token tells nothing, and whose index is noted by the source: random, but fixed, tokens."""
+    """Windows of random, but fixed, tokens."""
 
     def __init__(self, num_windows: int) -> None:
         self._num_windows = num_windows
@@ -61,85 +56,27 @@ class Numbers:
         return torch.from_numpy(np.stack(rows))  # type: ignore[return-value]
 
 
-Window = tuple[str, int, int, bool]
-"""Source, epoch, window, and whether it was dealt; otherwise it is of the peer's own order."""
-
-
-class Notes:
-    """What a peer has drawn, by the name of its own order, which has peer and round in it."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, list[Window]] = {}
-        self.now: list[Window] = []
-
-    def begin(self, own: str) -> None:
-        self.now = self.by_name[own] = []
+Window = tuple[int, int, bool]
+"""Epoch, window, and whether it was dealt; otherwise it is of the peer's own order."""
 
 
 class NotingSource(SharedSource):
-    """Notes all that it draws.
+    """Notes all that it draws, by the name of the own order that it was dealt, which has peer and round in it."""
 
-    Args:
-        notes: Where.
-        name: Of the source.
-        num_windows: Its windows.
-    """
-
-    def __init__(self, notes: Notes, name: str = "numbers", num_windows: int | None = None) -> None:
+    def __init__(self) -> None:
+        self.notes: dict[str, list[Window]] = {}
         data = DataConfig(source="files", fingerprint="0" * 64, sequence_length=T)
-        windows = Numbers(NUM_WINDOWS if num_windows is None else num_windows)
-        self._name, self._notes = name, notes
-        super().__init__(TokenFile(np.empty(0, "<u2"), name), windows, data)
+        super().__init__(TokenFile(np.empty(0, "<u2"), "numbers"), Numbers(NUM_WINDOWS), data)
 
     def deal(self, share: range, own: str) -> None:
         super().deal(share, own)
-        self._notes.begin(own)
+        self.notes[own] = []
 
     def places(self, numbers_I: np.ndarray, own: str = "") -> np.ndarray:
         found = super().places(numbers_I, own)
-        for number, window in zip(numbers_I.tolist(), found.tolist(), strict=True):
-            self._notes.now.append((self._name, number // self.epoch_windows, window, not own))
+        epochs = (numbers_I // self.epoch_windows).tolist()
+        self.notes[self._own] += [(*each, not own) for each in zip(epochs, found.tolist(), strict=True)]
         return found
-
-    def numbers_below(self, position: int) -> dict[str, int]:
-        """Return, for each source, how many of its first numbers belong to positions below this one."""
-        return {self._name: position}
-
-    def sizes(self) -> dict[str, int]:
-        """Return the windows of an epoch of each source."""
-        return {self._name: self.epoch_windows}
-
-
-class NotingMixture(MixedSource):
-    """Notes all that it draws of each source."""
-
-    def __init__(self, notes: Notes, data: DataConfig) -> None:
-        parts = zip(data.mixture, MIXED_WINDOWS, strict=True)
-        self._notes = notes
-        self._parts = {each.name: NotingSource(notes, each.name, windows) for each, windows in parts}
-        super().__init__(self._parts, data)
-
-    def deal(self, share: range, own: str) -> None:
-        super().deal(share, own)
-        self._notes.begin(own)
-
-    def numbers_below(self, position: int) -> dict[str, int]:
-        sources_I, numbers_I = self._schedule(np.arange(position))
-        found = {}
-        for at, name in enumerate(self._parts):
-            # Within a block numbers come in any order: the first positions may have numbers beyond their count.
-            there = np.zeros(int(numbers_I.max(initial=0)) + 2, bool)
-            there[numbers_I[sources_I == at]] = True
-            found[name] = int(np.argmin(there))
-        return found
-
-    def sizes(self) -> dict[str, int]:
-        return {name: part.epoch_windows for name, part in self._parts.items()}
-
-
-def source_of(data: DataConfig, notes: Notes) -> NotingSource | NotingMixture:
-    """Return the source of a run's windows."""
-    return NotingMixture(notes, data) if data.mixture else NotingSource(notes)
 
 
 Brought = dict[tuple[int, str], list[Window]]
@@ -151,12 +88,12 @@ class WatchedSwarm(MemorySwarm):
 
     def __init__(self, hub: MemoryHub, peer_id: str, brought: Brought) -> None:
         super().__init__(hub, peer_id)
-        self.notes = Notes()
+        self.source = NotingSource()
         self._brought = brought
 
     def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         member = contribution.member
-        drawn = self.notes.by_name.get(f"{self.peer_id}:{member.round + 1}", []) if member.tokens else []
+        drawn = self.source.notes.get(f"{self.peer_id}:{member.round + 1}", []) if member.tokens else []
         self._brought[member.round + 1, self.peer_id] = list(drawn)
         return super().average(contribution, expected=expected, closes_from=closes_from)
 
@@ -171,9 +108,8 @@ class Peer(VirtualPeer):
     """
 
     def __init__(self, run: RunConfig, swarm: WatchedSwarm, speed: float) -> None:
-        source = source_of(run.data, swarm.notes)
-        probe_BT1 = public_text(lambda seed: source_of(run.data, Notes()), T)
-        super().__init__(run, swarm, source, probe_BT1, VirtualMachine(2, speed), vocab_size=VOCAB)
+        probe_BT1 = public_text(lambda seed: NotingSource(), T)
+        super().__init__(run, swarm, swarm.source, probe_BT1, VirtualMachine(2, speed), vocab_size=VOCAB)
         self._run = run
 
     def begin(self) -> None:
@@ -211,11 +147,10 @@ class Outcome:
 
     Attributes:
         rounds: Certified rounds.
-        epochs: Epochs of which all windows are dealt, of all sources together.
+        epochs: Epochs of which all windows are dealt.
         twice: Windows that were dealt, and that committed rounds contain twice in an epoch.
         trained: Share of these epochs' windows that committed rounds contain.
         own: Share of the windows of committed rounds, after the first, that peers read in orders of their own.
-        deaths, leaves, joins: Events.
     """
 
     rounds: int
@@ -223,21 +158,9 @@ class Outcome:
     twice: int
     trained: float
     own: float
-    deaths: int
-    leaves: int
-    joins: int
 
 
-def mixture() -> DataConfig:
-    """Return two sources, of which the smaller is drawn far more often once the run is annealed."""
-    sources = [
-        SourceConfig(name="web", fingerprint="0" * 64, weights=[9, 1]),
-        SourceConfig(name="math", fingerprint="1" * 64, weights=[1, 3]),
-    ]
-    return DataConfig(source="files", sequence_length=T, vocab_size=VOCAB, mixture=sources, phases=[ANNEALED_TOKENS])
-
-
-def settings(data: DataConfig | None = None, **rounds) -> RunConfig:
+def settings(**rounds) -> RunConfig:
     """Return the run's settings: rounds of about a minute."""
     fields = {
         **{"mode": "tokens", "tokens": 60 * PEERS * 35, "min_seconds": 20.0, "max_seconds": 120.0, "total": 10**5},
@@ -245,7 +168,7 @@ def settings(data: DataConfig | None = None, **rounds) -> RunConfig:
     }
     return RunConfig(
         model=MODEL,
-        data=data or DataConfig(source="files", fingerprint="0" * 64, sequence_length=T, vocab_size=VOCAB),
+        data=DataConfig(source="files", fingerprint="0" * 64, sequence_length=T, vocab_size=VOCAB),
         train=TrainConfig(batch_size=4, lr=1e-3),
         round=RoundConfig(**{**fields, **rounds}),
         frozen_storage="fp32",
@@ -284,7 +207,6 @@ def history(
     )
     brought, peers = Brought(), dict[str, Peer]()
     speeds: dict[str, float] = {}
-    counts = Counter[str]()
 
     def life(peer_id: str, start: float, fate: str, end: float) -> Callable[[], None]:
         def live() -> None:
@@ -297,7 +219,6 @@ def history(
                 swarm._keep(before.swarm._mine)
                 peer.sync.held.resume(before.sync.held.slots)
             (peer.leave_after if fate == "leaves" else peer.interrupt)(end - start)
-            counts[fate] += 1
             peer.begin()
 
         return live
@@ -308,7 +229,6 @@ def history(
     for segment in range(segments):
         kept = {founder} if segment == 0 else set[str]()
         fates = draw_fates(generator, present, newcomers, kept, math.ceil(share * num_peers), seconds)
-        counts["joins"] += len(fates) - len(present)
         began = hub.clock.now()
         try:
             hub.clock.run([life(peer, *fate) for peer, fate in fates.items() if fate[0] < seconds])
@@ -317,7 +237,7 @@ def history(
                 raise
         present = [peer for peer, (start, fate, _) in fates.items() if fate == "stops" and start < seconds]
         hub.clock.advance(generator.uniform(1.0, 40.0))
-    return outcome(hub, brought, counts, run)
+    return outcome(hub, brought, run)
 
 
 Fate = tuple[float, str, float]
@@ -342,26 +262,22 @@ def draw_fates(
     return fates
 
 
-def outcome(hub: MemoryHub, brought: Brought, counts: Mapping[str, int], run: RunConfig) -> Outcome:
+def outcome(hub: MemoryHub, brought: Brought, run: RunConfig) -> Outcome:
     """Compare what the peers have drawn with the certified rounds."""
     rounds = [
         [window for member in body.members if member.tokens for window in brought[body.round, member.peer_id]]
         for body in hub.bodies[1:]
     ]
-    dealt = Counter((name, epoch, window) for each in rounds for name, epoch, window, is_dealt in each if is_dealt)
-    source, done = source_of(run.data, Notes()), Counter((name, epoch) for name, epoch, _ in dealt)
-    below, sizes = source.numbers_below(hub.bodies[-1].cursor * run.train.batch_size), source.sizes()
-    whole = [(name, epoch) for name, size in sizes.items() for epoch in range(below[name] // size)]
+    dealt = Counter((epoch, window) for each in rounds for epoch, window, is_dealt in each if is_dealt)
+    size = NotingSource().epoch_windows
+    epochs = hub.bodies[-1].cursor * run.train.batch_size // size
     later = [is_dealt for each in rounds[1:] for *_, is_dealt in each]
     return Outcome(
         rounds=len(rounds),
-        epochs=len(whole),
+        epochs=epochs,
         twice=sum(count > 1 for count in dealt.values()),
-        trained=sum(done[each] for each in whole) / max(1, sum(sizes[name] for name, _ in whole)),
+        trained=sum(epoch < epochs for epoch, _ in dealt) / max(1, epochs * size),
         own=1 - sum(later) / max(1, len(later)),
-        deaths=counts["dies"] + counts["stops"],
-        leaves=counts["leaves"],
-        joins=counts["joins"],
     )
 
 

@@ -25,7 +25,7 @@ import psutil
 from pydantic_settings import SettingsConfigDict
 from tokenizers import Tokenizer
 
-from benchmarks.at_most_once import history, mixture, settings, steady
+from benchmarks.at_most_once import history, steady
 from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import say_rows, write_rows
@@ -117,13 +117,9 @@ def shared_data() -> Iterator[Row]:
     figure = "windows of an epoch that a steady run of four trains; twice"
     is_reached = found.trained >= 0.8 and (found.twice, found.own) == (0, 0)
     yield Row(figure, f"{found.trained:.2f}; {found.twice} ({found.epochs} epochs)", "0.8; 0", is_reached)
-    kinds = {"": settings(), ", by source: two, 9:1, then 1:3": settings(mixture())}
-    for name, run in kinds.items():
-        found = history(0, run)
-        yield Row(
-            f"windows dealt and trained twice: 8 simulated peers, 30 % replaced in 10 min, 3 restarts of all{name}",
-            *(f"{found.twice} ({found.rounds} rounds, {found.epochs} epochs)", "0", found.twice == 0),
-        )
+    found = history(0)
+    figure = "windows dealt and trained twice: 8 simulated peers, 30 % replaced in 10 min, 3 restarts of all"
+    yield Row(figure, f"{found.twice} ({found.rounds} rounds, {found.epochs} epochs)", "0", found.twice == 0)
     tracemalloc.start()
     KeyedPermutation(10**9, "key")(np.arange(8))
     order_bytes = tracemalloc.get_traced_memory()[1]
