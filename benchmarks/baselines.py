@@ -19,7 +19,7 @@ from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.optim.schedule import learning_rate
 from spes_p2p.presentation import say
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 AT_ONCE = 2
@@ -116,7 +116,7 @@ def train_baseline(task: BaselineTask) -> dict[str, Any]:
         storage=run.frozen_storage,
     )
     data = Together([subject.source(peer) for peer in range(task.num_sources)])
-    trainer = Trainer(model, train, data, ProcessGroup("cpu"))
+    trainer = Trainer(model, train, data, Ranks("cpu"))
     held_out = subject.held_out()
     losses, tokens, seconds = [held_out_loss(model.module, held_out)], [0], 0.0
     for number, num_steps in enumerate(task.steps):

@@ -37,7 +37,7 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import build_trainer
 from spes_p2p.training.checkpoint import PeerState, checkpoint_of
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 MAX_LOST = 0.02
@@ -179,7 +179,7 @@ def _trainer(config: CheckpointingConfig) -> Trainer:
     run, cache = config.run, config.cache
     tokenizer = resolve_tokenizer(run.data, (), cache)
     data = train_sources(run.data, tokenizer, paths=(), cache=cache)(0)
-    trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("cpu"))
+    trainer = build_trainer(run, len(tokenizer), data, Ranks("cpu"))
     # A trainer's weights come from its run; here any small ones do.
     names = [SHARED, *map(VectorName.of_slot, range(run.num_slots))]
     weights = {name: 0.02 * torch.randn(trainer.layouts[name.kind].numel) for name in names}

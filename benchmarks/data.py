@@ -40,7 +40,7 @@ from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer
 from spes_p2p.data.windows import TokenFile, lay_out
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import build_initial, build_trainer
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 
 FIXTURES = ROOT / "tests" / "fixtures" / "shards"
 FORMATS = {
@@ -223,7 +223,7 @@ def windows(folder: Path, payload: bytes) -> Row:
     )
     tokenizer = resolve_tokenizer(run.data, [], folder)
     source = train_sources(run.data, tokenizer, paths=[], cache=folder)(0)
-    trainer = build_trainer(run, len(tokenizer), source, ProcessGroup("cpu"))
+    trainer = build_trainer(run, len(tokenizer), source, Ranks("cpu"))
     anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
     trainer.load(build_initial(run, len(tokenizer), anchors, trainer.layouts))
     reads, steps = [], []

@@ -33,7 +33,7 @@ from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.frozen import unavailable
 from spes_p2p.model.kernels import KERNELS
 from spes_p2p.presentation import say
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 MAX_MODULE, MAX_STEP = 0.72, 1.03
@@ -265,7 +265,7 @@ def _trainer_turn(run: RunConfig, claimed: int, batches: RandomTokens, device: D
         device=device,
     )
     model.module.train()
-    trainer = Trainer(model, run.train, batches, ProcessGroup(device))
+    trainer = Trainer(model, run.train, batches, Ranks(device))
     return lambda: trainer.step(1e-4)
 
 

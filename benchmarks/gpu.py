@@ -40,7 +40,7 @@ from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import model_size
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 VOCABULARY, SEED = 512, 7
@@ -142,7 +142,7 @@ def _losses(device: str, optimizer: str) -> list[float]:
     model.module.train()
     machine = MachineConfig(inner_optimizer=optimizer)  # type: ignore[arg-type]
     train = TrainConfig(precision="fp32", batch_size=4)
-    trainer = Trainer(model, train, RandomTokens(VOCABULARY, 64, "cpu", SEED), ProcessGroup(device), machine)
+    trainer = Trainer(model, train, RandomTokens(VOCABULARY, 64, "cpu", SEED), Ranks(device), machine)
     return [trainer.step(1e-3).loss for _ in range(20)]
 
 
@@ -206,7 +206,7 @@ def _loaded(run: RunConfig, machine: MachineConfig, vocab_size: int, claimed: in
         kernel=machine.kernel,
         device=bench.device,
     )
-    group = ProcessGroup(bench.device)
+    group = Ranks(bench.device)
     torch.nn.Module.to(model.module, group.device)
     model.load_shared({name: _drawn(shape, bench) for name, shape in model.shared_shapes().items()})
     slot_weights = {name: _drawn(shape, bench) for name, shape in model.slot_shapes().items()}

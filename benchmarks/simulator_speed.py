@@ -25,7 +25,7 @@ from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.presentation import say
 from spes_p2p.sim.simulator import Evaluation, Scenario, simulate
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 
@@ -117,7 +117,7 @@ def _trainer(config: SpeedConfig, run: RunConfig) -> Trainer:
         claimed=range(config.max_slots),
         storage=run.frozen_storage,
     )
-    trainer = Trainer(model, run.train, data, ProcessGroup("auto"))
+    trainer = Trainer(model, run.train, data, Ranks("auto"))
     trainer.calibrate()  # the first use allocates
     return trainer
 

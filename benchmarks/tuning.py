@@ -57,7 +57,7 @@ from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.presentation import say
 from spes_p2p.sim.simulator import Scenario, SimulationResult, simulate
 from spes_p2p.training.build import build_trainer
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 MIB = 2**20
@@ -181,7 +181,7 @@ def _own_step(source: Path, recomputes: bool, tokens: torch.Tensor) -> Callable[
         model = build_adapted(run, base, vocab_size=256, storage="fp32")
     model.load_shared(InitialFactors(model, 0).read(None))
     machine = MachineConfig(activation_checkpointing=recomputes)
-    trainer = Trainer(model, run.train, _Same(tokens), ProcessGroup("cpu"), machine)
+    trainer = Trainer(model, run.train, _Same(tokens), Ranks("cpu"), machine)
     return lambda: trainer.step(1e-3)
 
 
@@ -307,7 +307,7 @@ def _load(how: str, source: Path) -> tuple[int, int]:
             base = StartWeights(source, outline(run.model, 1024, 128), stack)
             machine = MachineConfig(storage=how)  # type: ignore[arg-type]
             data = _Same(torch.zeros(1, 129, dtype=torch.long))
-            model = build_trainer(run, 1024, data, ProcessGroup("cpu"), machine=machine, base=base)
+            model = build_trainer(run, 1024, data, Ranks("cpu"), machine=machine, base=base)
         kept = base_bytes(run_size(run, 1024), how)  # type: ignore[arg-type]
     done.set()
     watcher.join()
@@ -436,7 +436,7 @@ def _pretrained(folder: Path, kind: str, config: TuningConfig, steps: int = 400)
         storage="fp32",
     )
     source = train_sources(data, tokenizer, paths=[], cache=config.cache)(0)
-    trainer = Trainer(model, train, source, ProcessGroup("cpu"))
+    trainer = Trainer(model, train, source, Ranks("cpu"))
     for step in range(steps):
         trainer.step(3e-3 * min(1.0, (step + 1) / 40) * (1 - 0.9 * step / steps))
     save_checkpoint(model, folder, tokenizer=tokenizer)

@@ -38,7 +38,7 @@ from spes_p2p.sim.sweep import (
     write_file,
 )
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def default_workers(sweep: Sweep) -> int:
     """
     devices = {scenario.device for variant in sweep.variants.values() for scenario in variant.scenarios.values()}
     try:
-        on_gpu = any(ProcessGroup(device).device.type == "cuda" for device in devices)
+        on_gpu = any(Ranks(device).device.type == "cuda" for device in devices)
     except ConfigError as error:
         raise ConfigError(in_sweep_words(str(error))) from error
     return 1 if on_gpu else num_cores()

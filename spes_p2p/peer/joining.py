@@ -67,7 +67,7 @@ from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.votes import BallotFile
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.checkpoint import Found, recover
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -370,7 +370,7 @@ def _enter(
     run = manifest.config
     check_choices(config, run)
     size = run_size(run, manifest.vocab_size)
-    group = ProcessGroup(config.device)
+    group = Ranks(config.device)
     on_gpu = group.device.type == "cuda"
     setup = Setup.of(run, config, manifest.vocab_size, num_ranks=group.world_size, on_gpu=on_gpu)
     max_slots = _max_slots(config, size, setup)

@@ -38,9 +38,9 @@ from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Saved, checkpoint_of
-from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
+from spes_p2p.training.round import TrainingLoop
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -64,7 +64,7 @@ def main(config: PeerConfig) -> int:
     try:
         return run(config)
     except restart.DaemonDied as died:
-        restart.restart(config, died, num_ranks=ProcessGroup(config.device).world_size)
+        restart.restart(config, died, num_ranks=Ranks(config.device).world_size)
 
 
 def run(
@@ -82,10 +82,10 @@ def run(
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    group = ProcessGroup(config.device)
+    group = Ranks(config.device)
     with Termination(config.grace, is_leader=group.is_leader, ranks=ranks) as end:
         if not group.is_leader:
-            return _follow(config, group, end)
+            return _obey(config, group, end)
         check_output(config.output, resume=config.resume, overwrite=config.overwrite)
         check_place(config.page)
         with alone_in(config.output) if config.resume else fresh_output(config.output) as keep:
@@ -94,7 +94,9 @@ def run(
             own = kept(config)
             if own.is_finished and not config.initial_peers and config.seed_seconds is None:
                 log.info("the run is finished; --seed-seconds 600 would serve its versions for ten minutes")
-                _dismiss(group)
+                group.connect()
+                group.say(None)
+                group.close()
                 return 0
             with (
                 joined(config, own) as (swarm, admission, revisions),
@@ -117,14 +119,21 @@ def run(
     return 0
 
 
-def _follow(config: PeerConfig, group: ProcessGroup, end: Termination) -> int:
-    """Train on a rank other than the leader; return the exit code."""
-    try:
-        _train(config, group, end, None)
-    except RuntimeError:
-        if not end.is_asked:  # else the leader has left, and its connections with it
-            raise
-        return EXIT_INTERRUPTED
+def _obey(config: PeerConfig, ranks: Ranks, end: Termination) -> int:
+    """Train on a rank other than the leader, as the leader says; return the exit code."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(ranks.close)
+        try:
+            ranks.connect()
+            admission: Admission | None = ranks.hear()
+            if admission is not None:  # else the leader has found the run finished
+                trainer, _ = _trainer(config, ranks, admission)
+                stack.callback(trainer.close)
+                ranks.obey(trainer)
+        except RuntimeError:
+            if not end.is_asked:  # else the leader has left, and its connections with it
+                raise
+            return EXIT_INTERRUPTED
     return 0
 
 
@@ -135,73 +144,78 @@ def _nothing(*_: str) -> None:
     """Keep the output of a resumed peer, which is kept anyway; or tell a page that is off."""
 
 
-def _dismiss(group: ProcessGroup) -> None:
-    """Tell the other ranks that nothing is left to train."""
-    group.connect()
-    group.from_leader(lambda: None)
-    group.close()
-
-
 def _train(
     config: PeerConfig,
-    group: ProcessGroup,
+    ranks: Ranks,
     end: Termination,
-    joined: tuple[HivemindSwarm, Admission, Revisions] | None,
-    keep_output: Callable[[], None] = _nothing,
-    page: PeerPage | None = None,
-    controls: Controls | None = None,
+    joined: tuple[HivemindSwarm, Admission, Revisions],
+    keep_output: Callable[[], None],
+    page: PeerPage | None,
+    controls: Controls,
 ) -> None:
-    """Train on this rank; `joined` on the leader only. Until its data are read, a start may still fail."""
-    group.connect()
+    """Train to the run's end. Until its data are read, a start may still fail."""
+    swarm, admission, _ = joined
     tell = page.say if page is not None else _nothing
-    sync: Synchroniser | None = None
-    trainer: Trainer | None = None
-    loop: TrainingLoop | None = None
-    initial: Callable[[], Mapping[VectorName, Tensor]] | None = None
-    try:
-        admission = group.from_leader(lambda: joined[1] if joined else None)
-        if admission is None:  # the leader has found the run finished
-            return
-        run, vocab_size = admission.run, admission.manifest.vocab_size
-        text, probe_BT1 = _source(config, run, admission.manifest)
-        base = stored_base(config.output / "versions", admission.manifest)
-        trainer = build_trainer(run, vocab_size, text(admission.data_seed), group, machine=config, base=base)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ranks.close)
+        ranks.connect()
+        stack.enter_context(ranks.leading())
+        ranks.say(admission)
+        trainer, probe_BT1 = _trainer(config, ranks, admission)
+        stack.callback(trainer.close)
         keep_output()
-        swarm = joined[0] if joined else None
         checkpoint, found = checkpoint_of(config.output, config), admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
-        run = _to_resume(config, run, saved)
-        if joined is not None and swarm is not None:
-            sync = _synchroniser(config, run, swarm, admission, trainer)
-            sync.amended = partial(_each_round, config, joined)
-            end.prepare(partial(_hand_over, sync, run.round), 2 * run.round.exchange_seconds)
-            if SHARED not in swarm.versions() and saved is None:
-                initial = _initial(config, run, vocab_size, sync, trainer)
-        gate = LossGate(trainer, group, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
-        loop = TrainingLoop(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, controls=controls)
-        loop.open(initial, saved)
-        if sync is not None and config.resume_round not in (None, sync.round) and not loop.is_ended:
-            log.warning("--resume-round %d: the other peers go on from %d; stop all", config.resume_round, sync.round)
-        del saved, initial  # as large as the model, or open files of a checkpoint; neither is needed again
-        tell("")
-        loop.run(page.reported if page is not None else None)
-        if joined is not None and swarm is not None and not loop.is_ended:
-            _serve_for_a_while(config, swarm, joined[2].run.round.total, tell)
-        elif swarm is not None:
-            tell("leaving", LEAVING)
-            end.hand_over()
-            log.info("finished as asked; %s%s", CONTINUE, _model_so_far(config.output))
-    except KeyboardInterrupt:
-        if joined and sync is not None and not joined[0].watchdog.death:
-            tell("leaving", LEAVING)
-            end.hand_over()
-        raise
-    finally:
-        if sync is not None:
-            sync.held.leave()
-        if trainer is not None:
-            trainer.close()
-        group.close()
+        run = _to_resume(config, admission.run, saved)
+        sync = _synchroniser(config, run, swarm, admission, trainer)
+        stack.callback(sync.held.leave)
+        sync.amended = partial(_each_round, config, joined)
+        end.prepare(partial(_hand_over, sync, run.round), 2 * run.round.exchange_seconds)
+        initial: Callable[[], Mapping[VectorName, Tensor]] | None = None
+        if SHARED not in swarm.versions() and saved is None:
+            initial = _initial(config, run, admission.manifest.vocab_size, sync, trainer)
+        gate = LossGate(trainer, sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
+        loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, controls=controls)
+        try:
+            loop.open(initial, saved)
+            if config.resume_round not in (None, sync.round) and not loop.is_ended:
+                text = "--resume-round %d: the other peers go on from %d; stop all"
+                log.warning(text, config.resume_round, sync.round)
+            del saved, initial  # as large as the model, or open files of a checkpoint; neither is needed again
+            tell("")
+            loop.run(page.reported if page is not None else None)
+            ranks.say(None)  # the other ranks end
+            _end(config, joined, end, loop, tell)
+        except KeyboardInterrupt:
+            if not swarm.watchdog.death:
+                tell("leaving", LEAVING)
+                end.hand_over()
+            raise
+
+
+def _end(
+    config: PeerConfig,
+    joined: tuple[HivemindSwarm, Admission, Revisions],
+    end: Termination,
+    loop: TrainingLoop,
+    tell: Callable[..., None],
+) -> None:
+    """Serve the final versions for a while, or hand over, if the owner has ended this peer before."""
+    if not loop.is_ended:
+        _serve_for_a_while(config, joined[0], joined[2].run.round.total, tell)
+        return
+    tell("leaving", LEAVING)
+    end.hand_over()
+    log.info("finished as asked; %s%s", CONTINUE, _model_so_far(config.output))
+
+
+def _trainer(config: PeerConfig, ranks: Ranks, admission: Admission) -> tuple[Trainer, LongTensor]:
+    """Return this rank's trainer, and the sequences that the loss gate measures."""
+    run, manifest = admission.run, admission.manifest
+    text, probe_BT1 = _source(config, run, manifest)
+    base = stored_base(config.output / "versions", manifest)
+    data = text(admission.data_seed)
+    return build_trainer(run, manifest.vocab_size, data, ranks, machine=config, base=base), probe_BT1
 
 
 def _each_round(config: PeerConfig, joined: tuple[HivemindSwarm, Admission, Revisions]) -> RunConfig | None:

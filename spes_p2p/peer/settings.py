@@ -27,7 +27,7 @@ from spes_p2p.presentation import size_text
 from spes_p2p.swarm.manifest import MANIFEST, MAX_BYTES
 from spes_p2p.swarm.records import MAX_CLAIMED
 from spes_p2p.training.build import check_weights, with_adapter, with_digests
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def _adapter(config: PeerConfig, run: RunConfig, hub_name: str | None) -> Adapte
 
 def check_choices(config: PeerConfig, run: RunConfig) -> None:
     """Refuse what was chosen for this machine as soon as the run is known."""
-    group = ProcessGroup(config.device)
+    group = Ranks(config.device)
     check_machine(run, config, group.world_size)
     check_attention(config.attention, group.device)
     if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked

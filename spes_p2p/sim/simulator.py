@@ -48,9 +48,9 @@ from spes_p2p.training.build import (
     build_trainer,
     with_digests,
 )
-from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
+from spes_p2p.training.round import TrainingLoop
 
 T = TypeVar("T")
 
@@ -139,13 +139,13 @@ class VirtualPeer:
         self._clock = swarm.clock
         self._tokens_per_second = machine.tokens_per_second
         self._exchange_seconds = run.round.exchange_seconds
-        group = ProcessGroup(machine.device)
+        ranks = Ranks(machine.device)
         paced = PacedTokens(data, self._spend)
-        self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now, base=base)
+        self.trainer = build_trainer(run, vocab_size, paced, ranks, clock=self._clock.now, base=base)
         self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=machine.max_slots)
         swarm.enter(self.sync.anchors.vectors())
-        gate = LossGate(self.trainer, group, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
-        self.loop = TrainingLoop(run, self.trainer, group, self.sync, gate=gate)
+        gate = LossGate(self.trainer, self.sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
+        self.loop = TrainingLoop(run, self.trainer, self.sync, gate=gate)
         self.reports: list[Metrics] = []
         self._interruption: tuple[float, float] | None = None
 
@@ -354,7 +354,7 @@ class _Simulation:
         self._interruptions = [scenario.interruptions(peer) for peer in range(scenario.peers)]
         self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
         self._initial: Mapping[VectorName, Tensor] = {}
-        self._model = WholeModel(self._run, self._vocab_size, ProcessGroup(scenario.device).device, self._base)
+        self._model = WholeModel(self._run, self._vocab_size, Ranks(scenario.device).device, self._base)
         self._batches = held_out_batches(
             self._run.data,
             tokenizer,

@@ -27,7 +27,7 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, start_digests
-from spes_p2p.training.process_group import ProcessGroup, freed_at_once
+from spes_p2p.training.ranks import Ranks, freed_at_once
 from spes_p2p.training.round_work import StoredVectors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
@@ -38,7 +38,7 @@ def build_trainer(
     run: RunConfig,
     vocab_size: int,
     data: TokenSource,
-    group: ProcessGroup,
+    ranks: Ranks,
     *,
     machine: MachineConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -50,7 +50,7 @@ def build_trainer(
         run: The run's settings.
         vocab_size: Entries of the run's tokenizer.
         data: Source of batches.
-        group: This peer's ranks.
+        ranks: This peer's.
         machine: How this machine computes; by default as the run says.
         clock: Tells the seconds that pass.
         base: The frozen weights under the run's adapters, if it has any.
@@ -60,15 +60,15 @@ def build_trainer(
         DataError: the base is damaged.
     """
     machine = machine or MachineConfig()
-    check_machine(run, machine, group.world_size)
+    check_machine(run, machine, ranks.world_size)
     storage = machine.storage or run.frozen_storage
     if run.adapter is not None:
         assert base is not None
         with freed_at_once():
             model = build_adapted(
-                run, base, vocab_size=vocab_size, storage=storage, attention=machine.attention, device=group.device
+                run, base, vocab_size=vocab_size, storage=storage, attention=machine.attention, device=ranks.device
             )
-        return Trainer(model, run.train, data, group, machine, clock=clock)
+        return Trainer(model, run.train, data, ranks, machine, clock=clock)
     model = build_slot_model(
         run.model,
         vocab_size=vocab_size,
@@ -78,9 +78,9 @@ def build_trainer(
         storage=storage,
         kernel=machine.kernel,
         attention=machine.attention,
-        device=group.device,
+        device=ranks.device,
     )
-    return Trainer(model, run.train, data, group, machine, clock=clock)
+    return Trainer(model, run.train, data, ranks, machine, clock=clock)
 
 
 def build_synchroniser(
@@ -97,7 +97,7 @@ def build_synchroniser(
     Args:
         swarm: The peer's swarm.
         run: The run's settings.
-        trainer: The leader's.
+        trainer: The peer's.
         run_id: The run's name.
         max_slots: Slots this peer can train.
         machine: What this machine may send and fetch; by default all there is.

@@ -28,7 +28,7 @@ class Intent:
 
 
 class Controls(Protocol):
-    """The owner's controls; on the leader only."""
+    """The owner's controls."""
 
     def intent(self, step_seconds: float, wait_seconds: float) -> Intent:
         """Return what to do next: after a rest that keeps to the duty cycle, or a short wait if the peer is held.
@@ -42,18 +42,9 @@ class Controls(Protocol):
         """Take what a held peer does with its slots, in words."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What all ranks do next.
-
-    Attributes:
-        act: `step`; `wait` without a step; `bring` what was trained to the round's end; `stand aside`, which gives
-            the slots to others; `end` before the round's end, with nothing to bring; `leave` the run now.
-        threads: CPU threads of each rank; None leaves them.
-    """
-
-    act: Literal["step", "wait", "bring", "stand aside", "end", "leave"] = "step"
-    threads: int | None = None
+Act = Literal["step", "wait", "bring", "stand aside", "end", "leave"]
+"""What a peer does next: a step; no step for a moment; bring what was trained to the round's end; give its slots to
+others; end before the round's end, with nothing to bring; leave the run now."""
 
 
 def decide(
@@ -64,7 +55,7 @@ def decide(
     has_others: bool,
     has_voters: bool,
     lease_seconds: float,
-) -> Decision:
+) -> Act:
     """Return what a peer does next in its round.
 
     A held peer keeps its place: it meets the others at the round's end with what it has trained, so that they neither
@@ -81,13 +72,13 @@ def decide(
         lease_seconds: Time for which a peer may keep its slots without training them.
     """
     if intent.leaves:
-        return Decision("leave")
+        return "leave"
     if intent.trains:
-        return Decision("step", intent.threads)
+        return "step"
     if not has_trained and intent.ends:
-        return Decision("end")
+        return "end"
     if not has_others:
-        return Decision("bring" if intent.ends and is_due else "wait")
+        return "bring" if intent.ends and is_due else "wait"
     if not has_trained and has_voters and intent.held_seconds >= lease_seconds:
-        return Decision("stand aside")
-    return Decision("bring" if is_due else "wait")
+        return "stand aside"
+    return "bring" if is_due else "wait"

@@ -22,7 +22,6 @@ from spes_p2p.data.shared import MAX_PROBE_PARTS, PROBE_TOKENS, probe_sequences
 from spes_p2p.errors import ExchangeError
 from spes_p2p.model.loss import num_targets
 from spes_p2p.swarm.names import VectorName
-from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.round_work import StoredVectors
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
@@ -60,33 +59,28 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
 
 
 class LossGate:
-    """Loads the result of a synchronisation into the model, and takes back slots that do harm; on all ranks.
+    """Loads the result of a synchronisation into the model, and takes back slots that do harm.
 
     Args:
-        trainer: This rank's share of the training.
-        group: The peer's ranks.
-        probe_BT1: The result of `public_text`, the same on all ranks.
+        trainer: The leader's.
+        sync: The connection to the swarm.
+        probe_BT1: The result of `public_text`.
         bounds_lengths: Whether slots are judged by their lengths, too; those that start at zero are not.
     """
 
     def __init__(
-        self, trainer: Trainer, group: ProcessGroup, probe_BT1: LongTensor, *, bounds_lengths: bool = True
+        self, trainer: Trainer, sync: Synchroniser, probe_BT1: LongTensor, *, bounds_lengths: bool = True
     ) -> None:
         self._bounds_lengths = bounds_lengths
         self._trainer = trainer
-        self._group = group
+        self._sync = sync
         self._probe_BT1 = probe_BT1
         self._losses: deque[float] = deque(maxlen=MEMORY_ROUNDS)
         self._rises: deque[float] = deque(maxlen=MEMORY_ROUNDS)
         self._harms: dict[VectorName, float] = {}
         self._lengths: dict[VectorName, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY_ROUNDS))
 
-    def load(
-        self,
-        vectors: Mapping[VectorName, Tensor] | None,
-        sync: Synchroniser | None,
-        adopted: Collection[VectorName] = (),
-    ) -> None:
+    def load(self, vectors: Mapping[VectorName, Tensor], adopted: Collection[VectorName] = ()) -> None:
         """Load flat vectors as `Trainer.load` does; slots that do harm stay as they were.
 
         A version that is taken back is refused in the swarm as well: it is neither served nor adopted, and counts
@@ -94,21 +88,17 @@ class LossGate:
         its whole model is theirs then, and earlier losses say nothing about it.
 
         Args:
-            vectors: On the leader only.
-            sync: The leader's connection to the swarm; None on other ranks.
+            vectors: What the synchronisation returned.
             adopted: Slots that this peer trains only from now on: their start was made by others.
         """
         trained = set(self._trainer.names) - set(adopted)  # guard: adopted-judged
-        others = self._group.from_leader(
-            lambda: [name for name in sorted(vectors or ()) if name.is_weights and name not in trained]
-        )
-        stored = StoredVectors() | vectors if vectors is not None else None
-        own = {name for name in stored or () if name not in others}  # guard: others-chance
-        self._trainer.load(stored.only(own.__contains__) if stored is not None else None)
+        others = [name for name in sorted(vectors) if name.is_weights and name not in trained]
+        stored = StoredVectors() | vectors
+        own = {name for name in stored if name not in others}  # guard: others-chance
+        self._trainer.load(stored.only(own.__contains__))
         if not others:
             return
-        is_new = self._group.from_leader(lambda: sync is not None and not sync.stats.num_committed)
-        if is_new:  # guard: catching-up-gate
+        if not self._sync.stats.num_committed:  # guard: catching-up-gate
             self._losses.clear()
             self._rises.clear()
             self._lengths.clear()
@@ -118,50 +108,46 @@ class LossGate:
         lengths: dict[VectorName, float] = {}
 
         def measured(name: VectorName) -> Tensor:
-            assert stored is not None
-            flat = stored[name]
-            form = sync.anchors.form if sync is not None and flat.dtype == torch.uint8 else None
-            lengths[name] = flat.norm().item() if form is None else form.length(flat)
+            flat, form = stored[name], self._sync.anchors.form
+            lengths[name] = flat.norm().item() if form is None or flat.dtype != torch.uint8 else form.length(flat)
             return flat
 
-        self._trainer.load(StoredVectors(others, measured) if stored is not None else None)
-        others = self._without_longer(lengths, sync)
+        self._trainer.load(StoredVectors(others, measured))
+        others = self._without_longer(lengths)
         most_worse = MAX_WORSE + min(max(self._rises, default=0.0), MAX_CHANCE)  # guard: chance-bound
         loss = self._measure()
         if (  # guard: worse-slots
             self._losses and not loss <= min(self._losses) + most_worse  # guard: slow-harm
         ):
-            loss = self._try_one_by_one(others, sync, most_worse)
+            loss = self._try_one_by_one(others, most_worse)
         else:
             self._harms.clear()
         if math.isfinite(loss):
             self._losses.append(loss)
 
-    def _without_longer(self, lengths: Mapping[VectorName, float], sync: Synchroniser | None) -> list[VectorName]:
-        """Restore the slots that are longer than training makes them, by the leader's `lengths`; return the others."""
+    def _without_longer(self, lengths: Mapping[VectorName, float]) -> list[VectorName]:
+        """Restore the slots that are much longer than the shortest version remembered; return the others."""
         kept = []
-        for name, length in self._group.from_leader(lambda: lengths).items():
+        for name, length in lengths.items():
             least = min(self._lengths[name], default=0.0) or math.inf  # guard: stepwise-longer
             is_longer = self._bounds_lengths and not length <= MAX_LONGER * least
-            if is_longer and self._put(name, sync, before=True):  # guard: longer-slot
-                if sync is not None:
-                    _refuse(name, sync, f"it is {length / least:.0f} times as long", is_clear=True)
+            if is_longer and self._put(name, before=True):  # guard: longer-slot
+                self._refuse(name, f"it is {length / least:.0f} times as long", is_clear=True)
             else:
                 self._lengths[name].append(length)
                 kept.append(name)
         return kept
 
     def _measure(self) -> float:
-        loss = self._trainer.loss_on(self._probe_BT1)
-        return self._group.from_leader(lambda: loss)
+        return self._trainer.loss_on(self._probe_BT1)
 
-    def _try_one_by_one(self, names: Sequence[VectorName], sync: Synchroniser | None, most_worse: float) -> float:
+    def _try_one_by_one(self, names: Sequence[VectorName], most_worse: float) -> float:
         """Restore all slots, then load those that do no harm; return the loss with them."""
-        names, kept = [name for name in names if self._put(name, sync, before=True)], list[VectorName]()
+        names, kept = [name for name in names if self._put(name, before=True)], list[VectorName]()
         loss = before = self._measure()
         is_broken = not math.isfinite(loss)  # by this peer's own part, so no other peer is to blame
         for name in names:
-            self._put(name, sync)
+            self._put(name)
             found = self._measure()
             harm = self._harms.get(name, 0.0) + found - loss  # guard: harm-adds-up
             if is_broken or harm <= SLOT_SHARE * most_worse:
@@ -169,49 +155,45 @@ class LossGate:
                 kept.append(name)
             else:
                 is_clear = not found <= loss + most_worse
-                is_clear = is_clear and not self._measure_without(kept, sync) <= before + most_worse  # guard: two-slots
-                self._put(name, sync, before=True)
+                is_clear = is_clear and not self._measure_without(kept) <= before + most_worse  # guard: two-slots
+                self._put(name, before=True)
                 if self._lengths[name]:
                     self._lengths[name].pop()  # later versions are compared with those that stay
-                if sync is not None:
-                    said = f"{found:.2f} nats per token of public text instead of {loss:.2f}"
-                    _refuse(name, sync, said, is_clear=is_clear)
+                harm_text = f"{found:.2f} nats per token of public text instead of {loss:.2f}"
+                self._refuse(name, harm_text, is_clear=is_clear)
         return loss
 
-    def _measure_without(self, names: Sequence[VectorName], sync: Synchroniser | None) -> float:
+    def _measure_without(self, names: Sequence[VectorName]) -> float:
         """Return the loss without these slots' new versions: two may do harm together that neither does alone."""
         for name in names:
-            self._put(name, sync, before=True)
+            self._put(name, before=True)
         loss = self._measure()
         for name in names:
-            self._put(name, sync)
+            self._put(name)
         return loss
 
-    def _put(self, name: VectorName, sync: Synchroniser | None, *, before: bool = False) -> bool:
+    def _put(self, name: VectorName, *, before: bool = False) -> bool:
         """Load a slot's newest version, or the one before it; return False if there is none."""
-        vectors: dict[VectorName, Tensor] = {}
-        if sync is not None:
-            try:
-                vectors = {name: sync.held.load(name, before=before)}
-            except ExchangeError as error:
-                log.info("%s stays as it is: %s", name, error)
-        found = self._group.from_leader(lambda: bool(vectors))
-        if found:
-            self._trainer.load(vectors if sync is not None else None)
-        return found
+        try:
+            vector = self._sync.held.load(name, before=before)
+        except ExchangeError as error:
+            log.info("%s stays as it is: %s", name, error)
+            return False
+        self._trainer.load({name: vector})
+        return True
 
-
-def _refuse(name: VectorName, sync: Synchroniser, harm: str, *, is_clear: bool) -> None:
-    """Refuse a version, also as an anchor; its maker is suspect if it made the version alone and the harm is clear."""
-    version, makers = sync.swarm.versions()[sync.held.form(name)], sync.held.makers.get(name, ())
-    # A kept form has one digest, whoever signed it.
-    maker = makers[0] if version.codec == "coded" and len(makers) == 1 else version.author
-    log.warning(
-        "round %d: %s of %s makes this model worse: %s; keeping the version before",
-        *(version.round, name, maker[-6:], harm),
-    )
-    is_suspect = is_clear and list(makers) == [maker]
-    sync.held.refuse(
-        name,
-        {maker: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
-    )
+    def _refuse(self, name: VectorName, harm: str, *, is_clear: bool) -> None:
+        """Refuse a version, also as an anchor; its maker is suspect if it made it alone and the harm is clear."""
+        held = self._sync.held
+        version, makers = self._sync.swarm.versions()[held.form(name)], held.makers.get(name, ())
+        # A kept form has one digest, whoever signed it.
+        maker = makers[0] if version.codec == "coded" and len(makers) == 1 else version.author
+        log.warning(
+            "round %d: %s of %s makes this model worse: %s; keeping the version before",
+            *(version.round, name, maker[-6:], harm),
+        )
+        is_suspect = is_clear and list(makers) == [maker]
+        held.refuse(
+            name,
+            {maker: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
+        )

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, cast
 
 import torch
 from torch import LongTensor, Tensor, nn
@@ -20,14 +20,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from spes_p2p.codecs.vectors import Layout
-from spes_p2p.config import MachineConfig, TrainConfig, check_training, sequences_at_once
+from spes_p2p.config import DataConfig, MachineConfig, TrainConfig, check_training, sequences_at_once
+from spes_p2p.data.mixture import MixedSource
 from spes_p2p.data.packing import TokenSource
+from spes_p2p.data.shared import SharedOrder
 from spes_p2p.dtensor import distribute_like
+from spes_p2p.errors import DataError
 from spes_p2p.model.loss import TrainingLoss, num_targets
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks, give_back_freed, on_all_ranks
 
 
 class SingleRank:
@@ -72,13 +75,13 @@ class FSDP(SingleRank):
     Source: PyTorch FSDP (https://arxiv.org/abs/2304.11277), `torch.distributed.fsdp.fully_shard`.
 
     Args:
-        group: This peer's ranks, connected.
+        ranks: This peer's, connected.
     """
 
     is_sharded = True
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._mesh = init_device_mesh(group.device.type, (group.world_size,))
+    def __init__(self, ranks: Ranks) -> None:
+        self._mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
         module = loss.module
@@ -109,18 +112,17 @@ class FSDP(SingleRank):
                 part.reshard()  # some keep their parameters gathered for a backward pass
 
 
-def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup) -> SingleRank:
+def sharding_of(name: Literal["ddp", "fsdp"], ranks: Ranks) -> SingleRank:
     """Return how a peer's ranks share the work; a single rank shares nothing."""
-    if group.world_size == 1:
+    if ranks.world_size == 1:
         return SingleRank()
-    return DDP() if name == "ddp" else FSDP(group)
+    return DDP() if name == "ddp" else FSDP(ranks)
 
 
 CALIBRATION_PASSES = 2
 """Passes over a microbatch, after the first, of which the last is measured."""
 WARM_SECONDS = 1.0
 """A pass that lasts longer is measured, and the last, though it was the first."""
-Name = TypeVar("Name", bound=str)
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,14 @@ class Trainer:
     """Trains the shared parameters and the claimed slots of a model on all of a peer's ranks.
 
     Every rank draws the whole batch and takes its rows, and every loss is a mean over targets, weighted by their
-    number, so that the result does not depend on how a batch is split over ranks and microbatches.
+    number, so that the result does not depend on how a batch is split over ranks and microbatches. The leader rank
+    calls the methods; the other ranks have a trainer of the same settings, which obeys (`Ranks.obey`).
 
     Args:
-        model: The model, on the CPU; moved to the group's device.
+        model: The model, on the CPU; moved to the ranks' device.
         train: Inner training settings.
         data: Batches, in the same order on every rank.
-        group: This peer's ranks.
+        ranks: This peer's.
         machine: How this machine computes; by default as the run says.
         clock: Seconds that pass; virtual for a virtual peer.
 
@@ -159,25 +162,25 @@ class Trainer:
         model: SlotModel,
         train: TrainConfig,
         data: TokenSource,
-        group: ProcessGroup,
+        ranks: Ranks,
         machine: MachineConfig | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         machine = machine or MachineConfig()
-        check_training(train, machine, group.world_size)
+        check_training(train, machine, ranks.world_size)
         self.model = model
         self.data = data
         self._train = train
-        self._group = group
+        self.ranks = ranks
         self.clock = clock
-        self._micro = sequences_at_once(train, machine, group.world_size)
-        torch.nn.Module.to(model.module, group.device)
+        self._micro = sequences_at_once(train, machine, ranks.world_size)
+        torch.nn.Module.to(model.module, ranks.device)
         if machine.activation_checkpointing:
             model.module.activation_checkpointing_enable({"use_reentrant": False})
         self.layouts = {SHARED: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
         self._loss = TrainingLoss(model, train)
-        self._sharding = sharding_of(machine.shard, group)
+        self._sharding = sharding_of(machine.shard, ranks)
         self._wrapped = self._sharding.wrap(self._loss)
         slots = {slot: model.slot_parameters(slot) for slot in model.claimed}
         self.optimizer = InnerOptimizer(
@@ -201,6 +204,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ steps
 
+    @on_all_ranks()
     def step(self, lr: float, claimed_factor: float = 1.0) -> Step:
         """Train on one batch.
 
@@ -214,19 +218,19 @@ class Trainer:
         is_stepped = targets > 0 and math.isfinite(self.optimizer.step(lr))  # decay alone is no step
         self.optimizer.zero_grad()
         self.steps += 1
-        return Step(loss=self._group.mean(loss), tokens=targets if is_stepped else 0)
+        return Step(loss=self.ranks.mean(loss), tokens=targets if is_stepped else 0)
 
     def _backward(self, tokens_BT1: Tensor, claimed_factor: float) -> float:
         """Accumulate the batch's mean gradient; return this rank's share of its mean cross entropy."""
-        micros = tokens_BT1[self._group.rank :: self._group.world_size].split(self._micro)
-        num_on_average = max(num_targets(tokens_BT1), 1) / self._group.world_size
+        micros = tokens_BT1[self.ranks.rank :: self.ranks.world_size].split(self._micro)
+        num_on_average = max(num_targets(tokens_BT1), 1) / self.ranks.world_size
         # In double precision, as floats add up, and on the device: reading it would wait for each microbatch.
-        loss = torch.zeros((), dtype=torch.float64, device=self._group.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for index, micro_BT1 in enumerate(micros):
             share = num_targets(micro_BT1) / num_on_average
             is_last = index == len(micros) - 1
             with contextlib.nullcontext() if is_last else self._sharding.accumulating(self._wrapped):
-                parts = self._wrapped(micro_BT1.to(self._group.device), claimed_factor)
+                parts = self._wrapped(micro_BT1.to(self.ranks.device), claimed_factor)
                 (parts.total * share).backward()
             loss += parts.cross_entropy.double() * share
         return loss.item()
@@ -238,29 +242,35 @@ class Trainer:
             measures: If False, only warm up, and return zeros.
         """
         state = self.data.state_dict()
-        routed_E, self._loss.routed_E = self._loss.routed_E, None
         per_second = 0.0, 0.0
         for _ in range(1 + CALIBRATION_PASSES if measures else 1):
-            started = self._group.from_leader(self.clock)
-            tokens_BT1 = self.data.next_batch(self._micro * self._group.world_size)
-            self._backward(tokens_BT1, 1.0)
-            seconds = self._group.from_leader(self.clock) - started  # the same on all ranks, which go on together
+            started = self.clock()
+            tokens_BT1 = self.data.next_batch(self._micro * self.ranks.world_size)
+            self.warm_up(tokens_BT1)
+            seconds = self.clock() - started
             per_second = max(num_targets(tokens_BT1), 1) / seconds, tokens_BT1[:, 1:].numel() / seconds
             if seconds > WARM_SECONDS:  # what a first use allocates and compiles is little of it
                 break
-        self.optimizer.zero_grad()
         self.data.load_state_dict(state)
-        self._loss.routed_E = routed_E
         return per_second if measures else (0.0, 0.0)
 
+    @on_all_ranks()
+    def warm_up(self, tokens_BT1: Tensor) -> None:
+        """Run a forward and backward pass over sequences `[B, T + 1]`, and forget its gradients."""
+        routed_E, self._loss.routed_E = self._loss.routed_E, None
+        self._backward(tokens_BT1, 1.0)
+        self.optimizer.zero_grad()
+        self._loss.routed_E = routed_E
+
+    @on_all_ranks(if_sharded=True)
     def loss_on(self, tokens_BT1: LongTensor) -> float:
-        """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, without training; on all ranks."""
+        """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, without training."""
         routed_E, self._loss.routed_E = self._loss.routed_E, None
         parts = [(part, count) for part in tokens_BT1.split(self._micro) if (count := num_targets(part))]
         total = sum(count for _, count in parts)
         with torch.no_grad():
             loss = math.fsum(
-                self._loss(part.to(self._group.device)).cross_entropy.item() * (count / total) for part, count in parts
+                self._loss(part.to(self.ranks.device)).cross_entropy.item() * (count / total) for part, count in parts
             )
         self._sharding.reset(self._loss)
         self._loss.routed_E = routed_E
@@ -271,6 +281,26 @@ class Trainer:
         routed_E, self._loss.routed_E = self._loss.routed_E, None
         return dict(enumerate(routed_E.tolist())) if routed_E is not None else {}
 
+    @on_all_ranks()
+    def deal(self, share: range, own: str) -> None:
+        """Draw this share of shared data from now on, and then in the order of this name."""
+        cast(SharedOrder, self.data).deal(share, own)
+
+    @on_all_ranks()
+    def amend(self, data: DataConfig) -> None:
+        """Draw from a mixture by the weights in these settings from now on."""
+        cast(MixedSource, self.data).amend(data)
+
+    @on_all_ranks()
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with so many CPU threads a rank from now on."""
+        torch.set_num_threads(num_threads)
+
+    @on_all_ranks()
+    def give_back(self) -> None:
+        """Return the memory that steps, or vectors that were loaded, have freed to the system."""
+        give_back_freed()
+
     # ------------------------------------------------------------------ parameters
 
     @property
@@ -278,30 +308,52 @@ class Trainer:
         """`shared` and the slots trained here."""
         return (SHARED, *map(VectorName.of_slot, self.slots))
 
+    @on_all_ranks("room", if_sharded=True)
     def all_vectors(self, room: Mapping[VectorName, Tensor] | None = None) -> dict[VectorName, Tensor]:
-        """Return all trained parameters as flat fp32 CPU vectors, where there is room in it; on the leader only."""
+        """Return all trained parameters as flat fp32 CPU vectors, where there is room in it."""
         room = room or {}
-        return self._on_leader(lambda: {name: self.vector(name, room.get(name)) for name in self.names})
+        return {name: self.vector(name, room.get(name)) for name in self.names}
 
-    def all_moments(self, kinds: Callable[[str], Sequence[str]]) -> dict[VectorName, Tensor]:
-        """Return the `moments` of all that is trained; on the leader only.
+    @on_all_ranks(if_sharded=True)
+    def all_moments(self, kinds: Mapping[VectorName, Sequence[str]]) -> dict[VectorName, Tensor]:
+        """Return the `moments` of the vectors that have any of these kinds."""
+        return {name: self.moments(name, some) for name, some in kinds.items() if some}
 
-        Args:
-            kinds: The kinds of moments of a kind of vector, `shared` or `slot`; vectors without any are left out.
-        """
-        chosen = [name for name in self.names if kinds(name.kind)]
-        return self._on_leader(lambda: {name: self.moments(name, kinds(name.kind)) for name in chosen})
-
+    @on_all_ranks(if_sharded=True)
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's state for a checkpoint, on the leader only."""
-        return self._on_leader(self.optimizer.state_tensors)
+        """Return the optimizer's state for a checkpoint."""
+        return self.optimizer.state_tensors()
 
-    def _on_leader(self, collect: Callable[[], dict[Name, Tensor]]) -> dict[Name, Tensor]:
-        """Collect on the leader, with the help of all ranks if parameters are sharded."""
-        if not self._group.is_leader and not self._sharding.is_sharded:
-            return {}
-        collected = collect()
-        return collected if self._group.is_leader else {}
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the state of torch's generators: nothing draws from them today, but a kernel or a loss may."""
+        device = self.ranks.device
+        own = {"cpu": torch.get_rng_state()}
+        return own if device.type == "cpu" else own | {"cuda": torch.cuda.get_rng_state(device)}
+
+    @on_all_ranks()
+    def restore(self, steps: int, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> None:
+        """Go on after so many steps, with this state of the data and of torch's generators."""
+        self.steps = steps
+        self.data.load_state_dict(dict(data))
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.ranks.device)
+
+    @on_all_ranks("state")
+    def load_state_tensors(self, state: Mapping[str, Tensor] | None) -> None:
+        """Replace the optimizer's state by what `state_tensors` has returned.
+
+        Raises:
+            DataError: it is another optimizer's.
+        """
+        try:
+            self.optimizer.load_state_tensors(dict(self.ranks.share(state)))
+        except ValueError as error:
+            raise DataError(
+                f"the checkpoint's moments do not fit this optimizer ({error}); resume with the --inner-optimizer that "
+                f"wrote them, or go on without them with --skip-optimizer"
+            ) from error
 
     def vector(self, name: VectorName, out: Tensor | None = None) -> Tensor:
         """Return the current parameters of `shared` or of a trained slot as a flat fp32 CPU vector."""
@@ -315,14 +367,15 @@ class Trainer:
         layout = self.layouts[name.kind]
         return torch.cat([layout.flatten(tensors) for tensors in self.optimizer.moments(name, kinds)])
 
+    @on_all_ranks("vectors")
     def load(self, vectors: Mapping[VectorName, Tensor] | None) -> None:
-        """Load flat vectors, on every rank; only the leader passes them.
+        """Load flat vectors.
 
         Args:
             vectors: `shared`, any slots, trained here or frozen, and moments of what is trained here, in fp32; or the
                 kept forms, uint8, of frozen slots.
         """
-        for name, flat in self._group.share(vectors):
+        for name, flat in self.ranks.share(vectors):
             group = name.weights
             layout = self.layouts[group.kind]
             if name != group:
@@ -335,9 +388,10 @@ class Trainer:
                 self.model.load_slot(name.slot, layout.unflatten(flat))
             del flat  # before the next is read
 
+    @on_all_ranks("shifts")
     def shift(self, shifts: Mapping[VectorName, Tensor] | None) -> None:
-        """Add flat fp32 vectors to what is trained here, on every rank; only the leader passes them."""
-        for name, flat in self._group.share(shifts):
+        """Add flat fp32 vectors to what is trained here."""
+        for name, flat in self.ranks.share(shifts):
             tensors = self.layouts[name.kind].unflatten(flat)
             with torch.no_grad():
                 for key, param in self._parameters(name).items():
@@ -350,11 +404,12 @@ class Trainer:
         kinds = self.optimizer.kinds(name)[-len(parts) :]
         return {kind: layout.unflatten(part) for kind, part in zip(kinds, parts, strict=True)}
 
+    @on_all_ranks("masters")
     def set_slots(self, slots: Iterable[int], masters: Mapping[VectorName, Tensor] | None) -> None:
-        """Train these slots from now on, on every rank; only the leader passes masters.
+        """Train these slots from now on.
 
         Args:
-            slots: The new set, the same on every rank.
+            slots: The new set.
             masters: Flat fp32 weights of the slots that are new.
         """
         new, old = set(slots), set(self.slots)
@@ -367,7 +422,7 @@ class Trainer:
             self.model.gather()
         for slot in sorted(old - new):
             self.model.release(slot)
-        for name, flat in self._group.share(masters):
+        for name, flat in self.ranks.share(masters):
             assert name.slot is not None
             self.model.adopt(name.slot, self.layouts["slot"].unflatten(flat))
             del flat  # before the next is read

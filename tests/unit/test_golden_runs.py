@@ -199,21 +199,25 @@ def lone_peer(
     from spes_p2p.sim.swarm import MemorySwarm
     from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
     from spes_p2p.training.checkpoint import Saved
-    from spes_p2p.training.loop import TrainingLoop
-    from spes_p2p.training.process_group import ProcessGroup
+    from spes_p2p.training.ranks import Ranks
+    from spes_p2p.training.round import TrainingLoop
 
-    group = ProcessGroup("cpu")
-    group.connect()
+    ranks = Ranks("cpu")
+    ranks.connect()
     machine = MachineConfig(shard=shard)
     ticks = itertools.count()  # a clock that runs while the peer waits, though there are no other peers
     clock = lambda: 0.05 * next(ticks)  # noqa: E731
-    trainer = build_trainer(run, VOCAB, RandomTokens(0, 16), group, machine=machine, clock=clock)
-    sync, initial, swarm, reports, saved = None, None, None, [], None
-    if group.is_leader:
-        swarm = MemorySwarm(MemoryHub("run") if before is None else before._hub, peer_id(0))
-        sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3, machine=machine)
-        swarm.enter(sync.anchors.vectors())
-        initial = lambda: build_initial(run, VOCAB, sync.anchors, trainer.layouts)  # noqa: E731
+    trainer = build_trainer(run, VOCAB, RandomTokens(0, 16), ranks, machine=machine, clock=clock)
+    if not ranks.is_leader:
+        ranks.obey(trainer)
+        trainer.close()
+        ranks.close()
+        return {}, None
+    reports, saved = [], None
+    swarm = MemorySwarm(MemoryHub("run") if before is None else before._hub, peer_id(0))
+    sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3, machine=machine)
+    swarm.enter(sync.anchors.vectors())
+    initial = lambda: build_initial(run, VOCAB, sync.anchors, trainer.layouts)  # noqa: E731
     if before is not None:
         swarm._keep(before._before)
         swarm._keep(before._mine)
@@ -225,15 +229,14 @@ def lone_peer(
         if metrics.round == until:
             raise Interrupted
 
-    rounds = TrainingLoop(run, trainer, group, sync, checkpoint=kept)
-    rounds.open(initial, saved)
-    with contextlib.suppress(Interrupted):
-        rounds.run(report)
-    weights, moments = trainer.all_vectors(), trainer.state_tensors()
+    with ranks.leading():
+        rounds = TrainingLoop(run, trainer, sync, checkpoint=kept)
+        rounds.open(initial, saved)
+        with contextlib.suppress(Interrupted):
+            rounds.run(report)
+        weights, moments = trainer.all_vectors(), trainer.state_tensors()
     trainer.close()
-    group.close()
-    if not group.is_leader:
-        return {}, None
+    ranks.close()
     return {
         "digests": {name: version.digest for name, version in swarm.versions().items()},
         "reports": without_seconds([reports]),

@@ -30,7 +30,7 @@ from spes_p2p.planner.memory import base_bytes
 from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.training.build import with_digests
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 RANK = 4
@@ -155,7 +155,7 @@ def test_a_base_in_few_bits_learns_and_stays_as_it_is(
         world.model.module.activation_checkpointing_enable({"use_reentrant": False})
     before = frozen_bytes(world.model)
     train = TRAIN.model_copy(update={"precision": precision})
-    trainer = Trainer(world.model, train, Batches([tokens(2, SEQUENCE + 1)] * 12), ProcessGroup("cpu"))
+    trainer = Trainer(world.model, train, Batches([tokens(2, SEQUENCE + 1)] * 12), Ranks("cpu"))
     losses = [trainer.step(1e-2).loss for _ in range(12)]
     assert losses[-1] < losses[0] - 0.5
     assert frozen_bytes(world.model) == before and before

@@ -23,7 +23,7 @@ from spes_p2p.model.peft_files import CONFIG, WEIGHTS, AdapterFiles, Factors, ad
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.model.start import StartWeights, model_of
 from spes_p2p.training.build import StartBundles, with_adapter, with_digests
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 RANK, RATE, STEPS = 4, 1e-2, 12
@@ -94,7 +94,7 @@ def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    trainer = Trainer(model, TRAIN, Batches(batches), ProcessGroup("cpu"))
+    trainer = Trainer(model, TRAIN, Batches(batches), Ranks("cpu"))
     assert [trainer.step(RATE).loss for _ in batches] == pytest.approx(expected, abs=1e-5)
     assert expected[-1] < expected[0] - 0.5, "it learns"
 

@@ -27,7 +27,7 @@ from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.training.build import StartBundles, WholeModel, with_digests
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 families = pytest.mark.parametrize("family", sorted(CONFIGS))
@@ -132,7 +132,7 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
         model.load_shared(weights.read(None))
         for slot in slots:
             model.load_slot(slot, weights.read(slot))
-    trainer = Trainer(model, train, Batches(batches), ProcessGroup("cpu"))
+    trainer = Trainer(model, train, Batches(batches), Ranks("cpu"))
     losses = [trainer.step(5e-4).loss for _ in batches]
     print(f"{family}: largest difference {max(abs(a - b) for a, b in zip(losses, expected, strict=True)):.1e}")
     assert losses == pytest.approx(expected, rel=0, abs=1e-5)

@@ -30,8 +30,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, recover
 from spes_p2p.training.checkpointer import MOMENTS, Checkpointer
-from spes_p2p.training.loop import TrainingLoop
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
 FILES = ("state.json", "tensors.safetensors")
@@ -376,7 +375,7 @@ def make_trainer(claimed: tuple[int, ...] = ()) -> Trainer:
     model = build_slot_model(
         run.model, vocab_size=VOCAB, sequence_length=16, seed=0, claimed=claimed, storage=run.frozen_storage
     )
-    return Trainer(model, run.train, RandomTokens(7, 16), ProcessGroup("cpu"))
+    return Trainer(model, run.train, RandomTokens(7, 16), Ranks("cpu"))
 
 
 def test_training_on_while_a_save_is_under_way_does_not_tear_it():
@@ -419,9 +418,8 @@ def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
     moments = {
         name: tensor for name, tensor in wrote.optimizer.state_tensors().items() if not name.endswith("exp_avg_sq")
     }
-    rounds = TrainingLoop(tiny_run(), make_trainer(), ProcessGroup("cpu"), None)
     with pytest.raises(DataError, match="--inner-optimizer"):
-        rounds._checkpointer.load_moments(moments)
+        make_trainer().load_state_tensors(moments)
 
 
 # ---------------------------------------------------------------------- rounds that are kept
@@ -471,7 +469,7 @@ def test_a_save_of_a_round_that_is_kept_waits_for_the_one_before():
     """Otherwise a slow disk would leave out the very round that is to be kept."""
     waited = []
     checkpoint = SimpleNamespace(is_kept=lambda round: round == 4, wait=lambda seconds: waited.append(seconds))
-    checkpointer = Checkpointer(checkpoint, make_trainer(), ProcessGroup("cpu"), None)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(checkpoint, make_trainer(), None)  # type: ignore[arg-type]
     for round in (3, 4):
         checkpointer.save(round, 1, 1, {}, is_last=False)
     assert waited[0] == 0 and waited[1] > 0

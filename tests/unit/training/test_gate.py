@@ -22,7 +22,6 @@ from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import loss_gate as gate_module
 from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, LossGate, public_text
-from spes_p2p.training.process_group import ProcessGroup
 
 PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 10
 
@@ -125,7 +124,7 @@ def test_a_broken_model_blames_nobody(by_loss_alone):
     gate, peer, newer = opened()
     with torch.no_grad():
         next(iter(peer.trainer.model.shared_parameters().values())).fill_(math.nan)
-    gate.load(newer(1e3), peer.sync)
+    gate.load(newer(1e3))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
 
 
@@ -135,13 +134,13 @@ def opened(slots: int = 2):
     peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=1)
     initial = peer.initial()
     peer.swarm.publish(0, initial)
-    gate = LossGate(peer.trainer, ProcessGroup("cpu"), peer.probe_BT1)
+    gate = LossGate(peer.trainer, peer.sync, peer.probe_BT1)
     peer.trainer.load(initial)
     peer.trainer.set_slots([0], {VectorName.of_slot(0): initial[VectorName.of_slot(0)]})
     for _ in range(40):
         peer.trainer.step(1e-2)
     peer.sync.stats = replace(peer.sync.stats, num_committed=1)
-    gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))}, peer.sync)
+    gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))})
 
     def newer(scale: float, round: int = 1) -> dict[str, torch.Tensor]:
         peer.swarm.publish(round, {VectorName.of_slot(1): initial[VectorName.of_slot(1)] * scale})
@@ -153,7 +152,7 @@ def opened(slots: int = 2):
 def test_a_slot_that_makes_the_model_worse_is_taken_back_and_refused(by_loss_alone):
     gate, peer, newer = opened()
     before, loss = peer.trainer.model.slot_weights(1), loss_of(peer)
-    gate.load(newer(1e3), peer.sync)
+    gate.load(newer(1e3))
     after = peer.trainer.model.slot_weights(1)
     assert all(torch.equal(after[name], before[name]) for name in before) and loss_of(peer) == loss
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 0
@@ -166,7 +165,7 @@ def test_whoever_adopts_a_slot_that_makes_the_model_worse_trains_on_from_the_ver
     before, vectors = peer.trainer.model.slot_weights(1), newer(1e3)
     peer.sync.anchors.set(VectorName.of_slot(1), peer.swarm.mapped(VectorName.of_slot(1)))
     peer.trainer.set_slots([0, 1], vectors)
-    gate.load(vectors, peer.sync, adopted={VectorName.of_slot(1)})
+    gate.load(vectors, adopted={VectorName.of_slot(1)})
     after = peer.trainer.model.slot_weights(1)
     assert all(torch.equal(after[name], before[name]) for name in before)
     anchor, version = peer.sync.anchors.weights(VectorName.of_slot(1)), peer.swarm.versions()[VectorName.of_slot(1)]
@@ -186,7 +185,7 @@ def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long(by_
             if loss_of(peer) > losses[-1] + MAX_WORSE / 4:
                 break
         peer.trainer.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1), before=True)})
-        gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))}, peer.sync)
+        gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))})
         losses.append(loss_of(peer))
     assert losses[-1] <= losses[0] + 1.5 * MAX_WORSE and not peer.swarm.accused
 
@@ -236,14 +235,14 @@ def test_chance_that_moves_all_of_the_model_is_not_held_against_a_slot():
     """What training by itself has just done to the loss, a slot's holder may do as well."""
     gate, peer, newer = opened()
     worse = shared_that_is_worse(peer, 1.1 * MAX_WORSE)
-    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * MAX_WORSE, worse), peer.sync)
+    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * MAX_WORSE, worse))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
 
 
 def test_no_more_is_put_down_to_chance_than_chance_has_done():
     gate, peer, newer = opened()
     worse = shared_that_is_worse(peer, 10 * MAX_CHANCE)
-    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * (MAX_WORSE + MAX_CHANCE), worse), peer.sync)
+    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * (MAX_WORSE + MAX_CHANCE), worse))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 0
 
 
@@ -253,7 +252,7 @@ def test_what_a_slot_does_is_not_put_down_to_chance(adopted):
     vectors = slot_that_does_harm(peer, newer, 1.2 * MAX_WORSE, {})
     if adopted:
         peer.trainer.set_slots([0, 1], vectors)
-    gate.load(vectors, peer.sync, adopted)
+    gate.load(vectors, adopted)
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 0
 
 
@@ -281,7 +280,7 @@ def test_two_slots_that_do_harm_together_are_not_both_taken(alone):
     peer.trainer.load(before)
     peer.swarm.publish(1, newer)
     peer.sync.held.makers = dict.fromkeys(newer, (peer.swarm.peer_id,))
-    gate.load(newer, peer.sync)
+    gate.load(newer)
     assert {name: peer.swarm.versions()[name].round for name in newer} == {
         VectorName.of_slot(1): 1,
         VectorName.of_slot(2): 0,
@@ -293,10 +292,10 @@ def test_who_catches_up_takes_what_the_others_have_taken():
     """Its model is another's then, and the losses of the one before say nothing of it."""
     gate, peer, newer = opened()
     peer.sync.stats = replace(peer.sync.stats, num_committed=0)
-    gate.load(newer(1e3), peer.sync)
+    gate.load(newer(1e3))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
     peer.sync.stats = replace(peer.sync.stats, num_committed=1)
-    gate.load(newer(1e3, round=2), peer.sync)
+    gate.load(newer(1e3, round=2))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 2, "it is no worse than the one that it has taken"
 
 
@@ -328,10 +327,10 @@ def test_of_sequences_that_teach_little_more_are_measured(learned, sequences):
 def test_a_slot_that_no_training_makes_so_long_is_refused_whatever_its_loss(monkeypatch):
     monkeypatch.setattr(gate_module, "MAX_WORSE", math.inf)
     gate, peer, newer = opened()
-    gate.load(newer(0.9 * MAX_LONGER), peer.sync)
+    gate.load(newer(0.9 * MAX_LONGER))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
     before = peer.trainer.model.slot_weights(1)
-    gate.load(newer(1.1 * MAX_LONGER, round=2), peer.sync)  # it was shorter within the last rounds
+    gate.load(newer(1.1 * MAX_LONGER, round=2))  # it was shorter within the last rounds
     after = peer.trainer.model.slot_weights(1)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
@@ -341,10 +340,10 @@ def test_later_versions_are_not_compared_with_one_that_was_refused(monkeypatch):
     """One version, far too short, would have all honest ones after it refused, and their makers named."""
     gate, peer, newer = opened()
     monkeypatch.setattr(gate_module, "MAX_WORSE", -math.inf)
-    gate.load(newer(1e-3), peer.sync)
+    gate.load(newer(1e-3))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 0
     monkeypatch.setattr(gate_module, "MAX_WORSE", math.inf)
-    gate.load(newer(1.001, round=2), peer.sync)
+    gate.load(newer(1.001, round=2))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 2
 
 
@@ -352,7 +351,7 @@ def test_slots_that_start_at_zero_are_judged_by_the_loss_alone(monkeypatch):
     monkeypatch.setattr(gate_module, "MAX_WORSE", math.inf)
     gate, peer, newer = opened()
     gate._bounds_lengths = False
-    gate.load(newer(2 * MAX_LONGER), peer.sync)
+    gate.load(newer(2 * MAX_LONGER))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
     b = AdapterConfig(experts="slots", factors="b")
     starts = [RunConfig(adapter=adapter).slots_start_at_zero for adapter in (b, AdapterConfig(experts="slots"), None)]
@@ -361,7 +360,7 @@ def test_slots_that_start_at_zero_are_judged_by_the_loss_alone(monkeypatch):
 
 def test_a_slot_that_does_not_is_kept():
     gate, peer, newer = opened()
-    gate.load(newer(1.001), peer.sync)
+    gate.load(newer(1.001))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
     assert torch.equal(
         peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(1)), peer.swarm.load(VectorName.of_slot(1))

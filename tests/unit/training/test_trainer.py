@@ -28,7 +28,7 @@ from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.planner import activations
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import DDP, Trainer
 
 MODEL = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=8, num_experts=5)
@@ -46,7 +46,7 @@ def trainer(
     for layer in model.module.model.layers:
         layer.mlp.gate.register_forward_hook(_starve)
     return Trainer(
-        model, train, RandomTokens(seed, 16), ProcessGroup("cpu"), MachineConfig(micro_batch_size=micro, **settings)
+        model, train, RandomTokens(seed, 16), Ranks("cpu"), MachineConfig(micro_batch_size=micro, **settings)
     )
 
 
@@ -63,19 +63,18 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def learn(trainer: Trainer, is_leader: bool = True) -> list[float]:
-    """Five steps, and after two of them one slot goes and one comes, its weights known to the leader only.
+def learn(trainer: Trainer) -> list[float]:
+    """Five steps, and after two of them one slot goes and one comes.
 
     Then parameters, moments and state go out and in again, as they do in a round and at a restart.
     """
     losses = [trainer.step(1e-2, 0.9).loss for _ in range(2)]
     numel = trainer.layouts["slot"].numel
-    master = torch.linspace(-0.1, 0.1, numel)
-    trainer.set_slots((1, STARVED), {VectorName.of_slot(1): master} if is_leader else None)
-    vectors = {name: trainer.vector(name) for name in trainer.names}
-    vectors |= {SHARED.moments: trainer.moments(SHARED, trainer.optimizer.kinds(SHARED))}
-    trainer.load(vectors if is_leader else None)
-    trainer.optimizer.load_state_tensors(trainer.optimizer.state_tensors())
+    trainer.set_slots((1, STARVED), {VectorName.of_slot(1): torch.linspace(-0.1, 0.1, numel)})
+    vectors = trainer.all_vectors()
+    moments = trainer.all_moments({SHARED: trainer.optimizer.kinds(SHARED)})
+    trainer.load(vectors | {SHARED.moments: moments[SHARED]})
+    trainer.load_state_tensors(trainer.state_tensors())
     return losses + [trainer.step(1e-2, 0.9).loss for _ in range(3)]
 
 
@@ -164,7 +163,7 @@ def test_a_step_is_that_of_the_stock_model_under_torchs_adamw(seed):
     model = MODEL.model_copy(update={"tie_embeddings": False})
     train = TRAIN.model_copy(update={"balance_loss": 0.0, "router_z_loss": 0.0, "clip_norm": 1e9})
     built = build_slot_model(model, vocab_size=VOCAB, sequence_length=16, seed=seed, claimed=range(5), storage="fp32")
-    ours = Trainer(built, train, RandomTokens(seed, 16), ProcessGroup("cpu"), MachineConfig(micro_batch_size=4))
+    ours = Trainer(built, train, RandomTokens(seed, 16), Ranks("cpu"), MachineConfig(micro_batch_size=4))
     stock, data = stock_model(model, VOCAB, 16, seed), RandomTokens(seed, 16)
     adamw = torch.optim.AdamW(
         stock.parameters(), lr=1e-2, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay
@@ -278,7 +277,7 @@ def test_a_batch_that_does_not_split_over_the_ranks_is_refused_with_the_remedy(m
     run = tiny_run()
     model = build_slot_model(run.model, vocab_size=VOCAB, sequence_length=16, seed=0, claimed=(), storage="fp32")
     with pytest.raises(ConfigError, match=r"train.batch_size=4 does not split over 3 ranks; .*--nproc-per-node"):
-        Trainer(model, run.train, RandomTokens(0, 16), ProcessGroup("cpu"))
+        Trainer(model, run.train, RandomTokens(0, 16), Ranks("cpu"))
 
 
 # Full: other names.
@@ -331,15 +330,15 @@ def test_activation_checkpointing_keeps_little_for_the_backward_pass(seed):
 def rank_main(rank: int, port: int, seed: int, folder: str, micro: int | None, shard: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group = ProcessGroup("cpu")
-    group.connect()
+    ranks = Ranks("cpu")
+    ranks.connect()
     try:
-        rank_learn(group, seed, folder, micro, shard)
+        rank_learn(ranks, seed, folder, micro, shard)
     finally:
-        group.close()
+        ranks.close()
 
 
-def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, shard: str) -> None:
+def rank_learn(ranks: Ranks, seed: int, folder: str, micro: int | None, shard: str) -> None:
     """A function of its own, so that the trainer's DDP wrapper is gone before its process group is."""
     if micro is not None:
         activations.LOGITS_BYTES = 2**10  # so that the head computes in chunks
@@ -350,9 +349,14 @@ def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, s
         layer.mlp.gate.register_forward_hook(_starve)
     data = RandomTokens(seed, 16)
     machine = MachineConfig(micro_batch_size=micro, activation_checkpointing=micro is not None, shard=shard)
-    one = Trainer(model, TRAIN, data, group, machine)
-    losses = learn(one, group.is_leader)
-    assert math.isfinite(one.loss_on(data.next_batch(2))), "and parameters are in parts again"
+    one = Trainer(model, TRAIN, data, ranks, machine)
+    if ranks.is_leader:
+        with ranks.leading():
+            losses = torch.tensor(learn(one))
+            assert math.isfinite(one.loss_on(data.next_batch(2))), "and parameters are in parts again"
+        save_file({"losses": losses}, f"{folder}/losses.safetensors")
+    else:
+        ranks.obey(one)
     kept = sum(kept_here(param).numel() for param in model.module.parameters())
     whole = sum(param.numel() for param in model.module.parameters())
     assert kept == whole if shard == "ddp" else kept < 0.6 * whole
@@ -361,7 +365,7 @@ def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, s
             model.module(data.next_batch(2)[:, :-1])
         claimed = [param for module in model.claimed_modules() for param in module.parameters()]
         assert claimed and all(isinstance(param, DTensor) for param in claimed), "after a pass, too"
-    save_file({**state(one), "losses": torch.tensor(losses)}, f"{folder}/rank-{group.rank}.safetensors")
+    save_file(state(one), f"{folder}/rank-{ranks.rank}.safetensors")
 
 
 def test_a_rank_starts_without_a_warning_whatever_its_torch(recwarn):
@@ -396,7 +400,9 @@ def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path: Pat
         port = probe.getsockname()[1]
     run_ranks(rank_main, (port, seed, str(tmp_path), micro, shard), RANKS)
     alone = trainer(TRAIN, seed, claimed=[0, STARVED])
-    expected = {"losses": torch.tensor(learn(alone))} | state(alone)
+    losses = {"losses": torch.tensor(learn(alone))}
+    assert_rounding_apart(load_file(tmp_path / "losses.safetensors"), losses)
+    expected = state(alone)
     ranks = [load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(RANKS)]
     for rank in ranks:
         assert_rounding_apart(rank, expected)

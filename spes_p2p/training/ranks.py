@@ -1,4 +1,8 @@
-"""The local processes of one peer. All run the same code; only the leader is on the network."""
+"""The local processes of one peer: the leader rank runs the program, and the others do what its trainer does.
+
+A method of the trainer that needs all ranks is marked `on_all_ranks`. The leader's call of it is repeated by `obey` on
+every other rank, so the code that calls it reads as that of one process. With one rank it is a plain call.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ import contextlib
 import ctypes
 import datetime
 import functools
+import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,16 +25,14 @@ from torch import Tensor
 from spes_p2p.errors import ConfigError, SpesError
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
 """Longest that a rank waits for a collective operation."""
 LEADER_TIMEOUT = datetime.timedelta(weeks=52)
 """Longest that a rank waits for the leader, which waits for the swarm while it is unreachable. A leader that has
 died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
-
-
 SHARED_AT_ONCE = 2**26
 """Elements of a vector that go to the other ranks at once."""
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
@@ -93,7 +95,7 @@ def _warn_of_unused_gpu() -> None:
     log.warning(said, torch.__version__, why)
 
 
-class ProcessGroup:
+class Ranks:
     """A peer's ranks, started by `torchrun`, or this process alone.
 
     Args:
@@ -118,7 +120,8 @@ class ProcessGroup:
                 f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs, and PyTorch finds {num_gpus}; start fewer ranks"
             )
         self.device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-        self._from_leader: dist.ProcessGroup | None = None
+        self._words: dist.ProcessGroup | None = None
+        self._are_listening = False
 
     @property
     def is_leader(self) -> bool:
@@ -134,58 +137,86 @@ class ProcessGroup:
             device_id = self.device if on_gpu else None
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
             # On the CPU: a GPU that waits for a message would be busy all the time.
-            self._from_leader = dist.new_group(backend="gloo", timeout=LEADER_TIMEOUT)
+            self._words = dist.new_group(backend="gloo", timeout=LEADER_TIMEOUT)
 
-    def from_leader(self, compute: Callable[[], T]) -> T:
-        """Run `compute` on the leader and return its result on every rank, however long that takes.
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """End the other ranks as the leader's block ends: without an error, or with the same one.
+
+        After an error of another kind they notice that the connection breaks.
+        """
+        self._are_listening = self.world_size > 1
+        try:
+            yield
+        except (SpesError, KeyboardInterrupt) as error:
+            self._end(error if isinstance(error, SpesError) else KeyboardInterrupt())
+            raise
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        # A rank that has met the same error has ended. One that waits for half a message must not take this for it.
+        if self._are_listening:
+            with contextlib.suppress(RuntimeError):
+                self.say(error)
+
+    def obey(self, trainer: Any) -> None:
+        """Do on this rank with its trainer what the leader does with its own, until the leader ends.
 
         Raises:
-            SpesError: what `compute` raised, on every rank.
+            SpesError, KeyboardInterrupt: what has ended the leader.
         """
-        if self.world_size == 1:
-            return compute()
-        outcome: list = [None, None]
-        if self.is_leader:
-            try:
-                outcome[0] = compute()
-            except SpesError as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self._from_leader)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        while (command := self.hear()) is not None:
+            method, arguments = command
+            getattr(trainer, method)(**arguments)
+
+    def say(self, message: object) -> None:
+        """Send a message to the ranks that `hear` it: an exception to be raised, a command, or None to end them."""
+        if self.world_size > 1 and self.is_leader:
+            self._are_listening = False
+            dist.broadcast_object_list([message], src=0, group=self._words)
+            self._are_listening = message is not None and not isinstance(message, BaseException)
+
+    def hear(self) -> Any:
+        """Return the leader's next message, however long that takes; raise it if it is an exception."""
+        messages: list[Any] = [None]
+        dist.broadcast_object_list(messages, src=0, group=self._words)
+        if isinstance(messages[0], BaseException):
+            raise messages[0]
+        return messages[0]
 
     def share(self, tensors: Mapping[Name, Tensor] | None) -> Iterator[tuple[Name, Tensor]]:
-        """Yield the leader's flat CPU vectors on every rank, one at a time; all ranks must take all of them.
+        """Yield the leader's CPU tensors on every rank, one at a time; all ranks must take all of them.
 
         Args:
-            tensors: May read each vector when it is asked for; None on other ranks.
+            tensors: May read each tensor when it is asked for; None on other ranks.
 
         Raises:
-            SpesError: what reading a vector raised, on every rank.
+            SpesError: what reading a tensor raised, on every rank.
         """
-        if self.world_size == 1:
-            yield from (tensors or {}).items()
+        if not self.is_leader:
+            for name in self.hear():
+                shape, dtype = self.hear()
+                yield name, self._broadcast(torch.empty(shape, dtype=dtype))
             return
-        for name in self.from_leader(lambda: list(tensors or ())):
-            yield name, self._broadcast(partial((tensors or {}).__getitem__, name))
+        assert tensors is not None
+        self.say(list(tensors))
+        for name in tensors:
+            try:
+                tensor = tensors[name]
+            except SpesError as error:
+                self.say(error)
+                raise
+            self.say((tensor.shape, tensor.dtype))
+            yield name, self._broadcast(tensor)
 
-    def _broadcast(self, read: Callable[[], Tensor]) -> Tensor:
-        flat = torch.empty(0)
-
-        def shape() -> tuple[int, torch.dtype]:
-            nonlocal flat
-            flat = read()
-            return flat.numel(), flat.dtype
-
-        numel, dtype = self.from_leader(shape)
-        flat = flat if self.is_leader else torch.empty(numel, dtype=dtype)
-        for piece in flat.split(SHARED_AT_ONCE):  # a GPU that holds a shard of the model may lack room for all of it
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        # In pieces: a GPU that holds a shard of the model may lack room for all of it.
+        for piece in tensor.reshape(-1).split(SHARED_AT_ONCE) if self.world_size > 1 else ():
             on_device = piece.to(self.device)
             dist.broadcast(on_device, src=0)
             if not self.is_leader:
                 piece.copy_(on_device)
-        return flat
+        return tensor
 
     def mean(self, value: float) -> float:
         """Return the mean of a number over ranks."""
@@ -199,3 +230,26 @@ class ProcessGroup:
         """Leave the group. Idempotent."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def on_all_ranks(*kept: str, if_sharded: bool = False) -> Callable[[Method], Method]:
+    """Make the leader's call of a trainer's method run on all of its `ranks`.
+
+    Args:
+        kept: Arguments that stay with the leader; other ranks get None, and may `share` the leader's.
+        if_sharded: Whether other ranks are needed only if each keeps a shard of the parameters (`is_sharded`).
+    """
+
+    def wrap(method: Method) -> Method:
+        names = tuple(inspect.signature(method).parameters)[1:]
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_sharded or not if_sharded:
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                self.ranks.say((method.__name__, given | {name: None for name in kept}))
+            return method(self, *args, **kwargs)
+
+        return cast(Method, call)
+
+    return wrap
