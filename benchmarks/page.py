@@ -65,7 +65,7 @@ REFUSALS = [
     "monitor/test_monitor_uploads.py::test_a_place_of_another_form_is_refused_with_what_there_is",
 ]
 VERBS = [
-    "test_controls.py::test_a_verb_wakes_a_held_training_at_once",
+    "test_controls.py::test_a_verb_wakes_a_training_that_rests",
     "test_controls.py::test_a_duty_cycle_rests_after_a_step_for_its_share",
 ]
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,10 +45,9 @@ PROGRAMS_SECONDS = 5.0
 """Pause between two looks at the machine's processes."""
 SAVE_SECONDS = 60.0
 """Pause between two writes of the day's traffic."""
-HOLD_SECONDS = 0.5
-"""Longest that a held peer waits before it looks again at the round."""
 MAX_REST_SECONDS = 3600.0
 """Longest rest after a step; a step of a large model may take minutes."""
+HANDED_OVER = "; other peers may take its slots"
 SEE = "docs/controls.md"
 
 
@@ -68,14 +67,9 @@ class Controls:
 
     def __init__(self, output: Path, now: Callable[[], datetime.datetime] = local_now) -> None:
         self._file = output / CONTROLS_FILE
-        kept = load(self._file)
+        self._kept = load(self._file)
         self._now = now
-        self._wish = Wish(kept.wish, kept.until)
-        self._rules = kept.rules
-        self.limits = kept.limits
-        """How much of this machine the peer takes."""
-        self._traffic = kept.traffic
-        self._place = ""
+        self._ending: Literal["", "finish", "leave"] = ""
         self._life = ""
         self._read_traffic: Callable[[], tuple[int, int]] | None = None
         self._interrupt: Callable[[], None] | None = None
@@ -84,10 +78,18 @@ class Controls:
         self._seen_bytes = 0
         self._programs: frozenset[str] = frozenset()
         self._programs_at = self._saved_at = -max(PROGRAMS_SECONDS, SAVE_SECONDS)
-        self._held_since: float | None = None
         self._changed = threading.Condition(threading.RLock())
         self._stopped = threading.Event()
-        self._effective = effective(self._wish, self._rules, self._surroundings())
+        self._effective = effective(self._wish, self._kept.rules, self._surroundings())
+
+    @property
+    def limits(self) -> Limits:
+        """How much of this machine the peer takes."""
+        return self._kept.limits
+
+    @property
+    def _wish(self) -> Wish:
+        return Wish(self._ending or self._kept.wish, self._kept.until)
 
     # ------------------------------------------------------------------ the owner
 
@@ -104,36 +106,39 @@ class Controls:
         with self._changed:
             if verb == "status":
                 return self.view()
-            if self._wish.verb == "leave":
+            if self._ending == "leave":
                 raise ConfigError(f"{verb} comes too late: the peer leaves; start it again with --resume")
-            wish, limits, rules = self._wish, self.limits, self._rules
-            match verb:
-                case "set":
-                    self.limits = self._possible(changed(self.limits, values))
-                case "rules":
-                    self._rules = changed(self._rules, values)
-                case "pause":
-                    self._wish = Wish("pause", self._end_of(values))
-                case "resume" | "finish" | "leave":
-                    if values:
-                        raise ConfigError(f"{verb} takes no {next(iter(values))}; leave it out")
-                    self._wish = Wish("run" if verb == "resume" else verb)
-                case _:
-                    raise ConfigError(f"there is no verb {verb[:40]!r}; it is one of {', '.join(VERBS)}")
+            kept, ending = self._asked(verb, values)
             try:
-                self._save()
+                self._save(kept)
             except OSError as error:
-                self._wish = wish
-                self.limits = limits
-                self._rules = rules
                 raise ConfigError(f"cannot write {self._file}: {error.strerror}; make room, and repeat it") from error
+            self._kept = kept
+            self._ending = ending
             before = self._effective.state
             self._update()
             if verb in ("set", "rules") or self._effective.state == before:  # otherwise the new state is logged
-                log.info("%s%s: %s", verb, "".join(f" {k}={v}" for k, v in values.items()), self._said())
+                log.info("%s%s: %s", verb, "".join(f" {k}={v}" for k, v in values.items()), self._reason())
             if verb == "leave" and self._interrupt is not None:
                 self._interrupt()
             return self.view()
+
+    def _asked(self, verb: str, values: Mapping[str, Any]) -> tuple[Kept, Literal["", "finish", "leave"]]:
+        """Return what a verb asks for: what a restart keeps, and how the peer ends."""
+        kept = self._kept
+        match verb:
+            case "set":
+                limits = self._possible(changed(kept.limits, values))
+                return kept.model_copy(update={"limits": limits}), self._ending
+            case "rules":
+                return kept.model_copy(update={"rules": changed(kept.rules, values)}), self._ending
+            case "pause":
+                return kept.model_copy(update={"wish": "pause", "until": self._end_of(values)}), ""
+            case "resume" | "finish" | "leave":
+                if values:
+                    raise ConfigError(f"{verb} takes no {next(iter(values))}; leave it out")
+                return kept.model_copy(update={"wish": "run", "until": None}), "" if verb == "resume" else verb
+        raise ConfigError(f"there is no verb {verb[:40]!r}; it is one of {', '.join(VERBS)}")
 
     def _possible(self, limits: Limits) -> Limits:
         if self._max_slots is not None and (limits.slots or 0) > self._max_slots:
@@ -154,46 +159,39 @@ class Controls:
         with self._changed:
             return {
                 "state": self._effective.state,
-                "reason": self._said(),
+                "reason": self._reason(),
                 "wish": self._wish.verb,
-                "limits": self.limits.model_dump(mode="json"),
-                "rules": self._rules.model_dump(mode="json"),
+                "limits": self._kept.limits.model_dump(mode="json"),
+                "rules": self._kept.rules.model_dump(mode="json"),
             }
 
     @property
     def stage(self) -> tuple[str, str]:
         """What holds this peer, and why; "" twice while it trains."""
         shown = self._effective
-        return (shown.state, self._said()) if shown.state in ("paused", "finishing") else ("", "")
+        return (shown.state, self._reason()) if shown.state in ("paused", "finishing") else ("", "")
 
-    def _said(self) -> str:
+    def _reason(self) -> str:
         shown = self._effective
-        parts = [shown.reason, self._place if shown.state == "paused" else ""]
-        return "; ".join(part for part in parts if part) or self._life or "it trains"
+        return f"{shown.reason}{HANDED_OVER if shown.state == 'paused' else ''}" or self._life or "it trains"
 
     # ------------------------------------------------------------------ the training
 
-    def intent(self, step_seconds: float, wait_seconds: float) -> Intent:
-        """Return what the training does next, after a rest by the duty cycle, or a short wait while it is held."""
+    def intent(self, step_seconds: float, rest_seconds: float) -> Intent:
+        """Return what the training does next, after the rest that the duty cycle asks for; a verb ends the rest."""
         with self._changed:
             before = self._effective
-            duty = self.limits.duty or 1.0
-            rest = min(step_seconds * (1 / duty - 1), MAX_REST_SECONDS) if before.trains else HOLD_SECONDS
-            if (rest := min(rest, wait_seconds)) > 0:
+            rest = min(step_seconds * (1 / (self.limits.duty or 1.0) - 1), rest_seconds, MAX_REST_SECONDS)
+            if before.trains and rest > 0:
                 self._changed.wait_for(lambda: self._effective is not before, rest)
-            shown, held = self._effective, self._held_since
+            shown = self._effective
             return Intent(
                 trains=shown.trains,
                 ends=shown.state == "finishing",
                 leaves=shown.state == "leaving" and self._interrupt is None,
-                held_seconds=0.0 if held is None else time.monotonic() - held,
                 threads=self.limits.threads or self._threads,
                 slots=self.limits.slots,
             )
-
-    def tell(self, place: str) -> None:
-        """Take what a held peer does with its slots, in words; "" once it trains."""
-        self._place = place
 
     def live(self, why: str) -> None:
         """Take why a peer that may train does not yet, or no more, in words; "" while it trains."""
@@ -221,9 +219,9 @@ class Controls:
         finally:
             self._stopped.set()
             thread.join(LOOK_SECONDS * 5)
-            if self._rules.gb_a_day is not None:
+            if self._kept.rules.gb_a_day is not None:
                 try:
-                    self._save()
+                    self._save(self._kept)
                 except OSError as error:
                     log.warning("cannot keep the day's traffic in %s: %s", self._file, error.strerror)
 
@@ -232,68 +230,51 @@ class Controls:
             try:
                 with self._changed:
                     self._update()
-                    if self._rules.gb_a_day is not None and time.monotonic() - self._saved_at > SAVE_SECONDS:
-                        self._save()
+                    if self._kept.rules.gb_a_day is not None and time.monotonic() - self._saved_at > SAVE_SECONDS:
+                        self._save(self._kept)
             except (OSError, RuntimeError, psutil.Error) as error:
                 log.warning("cannot see whether the rules allow to train: %r; going on as before", error)
 
     def _update(self) -> None:
         """Find out what the peer does now, and wake the training if that has changed."""
-        shown = effective(self._wish, self._rules, self._surroundings())
+        shown = effective(self._wish, self._kept.rules, self._surroundings())
         if shown == self._effective:
             return
         before, self._effective = self._effective, shown
-        if shown.trains:
-            self._held_since = None
-            self._place = ""
-        elif self._held_since is None:
-            self._held_since = time.monotonic()
         if shown.state != before.state:
-            log.info("%s: %s", shown.state, self._said())
+            log.info("%s: %s", shown.state, self._reason())
         self._changed.notify_all()
 
     def _surroundings(self) -> Surroundings:
-        now = self._now()
-        self._count_traffic(now)
-        battery = psutil.sensors_battery() if not self._rules.on_battery else None
+        now, rules = self._now(), self._kept.rules
+        self._count_traffic(now.date().isoformat())
+        battery = psutil.sensors_battery() if not rules.on_battery else None
         return Surroundings(
             now,
             is_on_battery=battery is not None and battery.power_plugged is False,
-            running=self._running(),
-            bytes_today=self._traffic.num_bytes,
+            running=self._running(rules.programs),
+            bytes_today=self._kept.traffic.num_bytes,
         )
 
-    def _running(self) -> frozenset[str]:
-        """Return the names of the rules' programs that run."""
-        if not self._rules.programs:
-            return frozenset()
-        if time.monotonic() - self._programs_at >= PROGRAMS_SECONDS:
-            names = {process.info["name"] for process in psutil.process_iter(["name"])}
-            self._programs = frozenset(name for name in names if name)
+    def _running(self, programs: Sequence[str]) -> frozenset[str]:
+        """Return the names of those programs that run."""
+        if programs and time.monotonic() - self._programs_at >= PROGRAMS_SECONDS:
+            self._programs = frozenset(process.info["name"] or "" for process in psutil.process_iter(["name"]))
             self._programs_at = time.monotonic()
-        return self._programs & set(self._rules.programs)
+        return self._programs & set(programs)
 
-    def _count_traffic(self, now: datetime.datetime) -> None:
-        day = now.date().isoformat()
-        if day != self._traffic.day:
-            self._traffic = Traffic(day=day)
+    def _count_traffic(self, day: str) -> None:
+        traffic = self._kept.traffic if day == self._kept.traffic.day else Traffic(day=day)
         if self._read_traffic is not None:
             total = sum(self._read_traffic())
-            self._traffic = Traffic(day=day, num_bytes=self._traffic.num_bytes + max(0, total - self._seen_bytes))
+            traffic = Traffic(day=day, num_bytes=traffic.num_bytes + max(0, total - self._seen_bytes))
             self._seen_bytes = total
+        self._kept = self._kept.model_copy(update={"traffic": traffic})
 
     # ------------------------------------------------------------------ the file
 
-    def _save(self) -> None:
+    def _save(self, kept: Kept) -> None:
         """Write the file; a restart keeps a pause, limits and rules, but neither `finish` nor `leave`."""
-        wish: Literal["run", "pause"] = "pause" if self._wish.verb == "pause" else "run"
-        kept = Kept(
-            wish=wish,
-            until=self._wish.until if wish == "pause" else None,
-            limits=self.limits,
-            rules=self._rules,
-            traffic=self._traffic,
-        )
         text = f"# Written by the peer; `spes ctl` changes it. See {SEE}.\n" + yaml.safe_dump(
             kept.model_dump(mode="json", exclude_defaults=True), sort_keys=False
         )

@@ -143,10 +143,6 @@ class MemoryHub:
         self._gone.add(peer)
         self._follow_quorum()
 
-    def come_back(self, peer: str) -> None:
-        """Count a peer as there again."""
-        self._gone.discard(peer)
-
     def end(self, peer: str) -> None:
         """Wait for no result of a peer that has ended, perhaps between averaging and the decision."""
         self._ended.add(peer)

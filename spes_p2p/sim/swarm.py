@@ -150,9 +150,6 @@ class MemorySwarm:
     def leave(self) -> None:
         self._hub.leave(self.peer_id)
 
-    def come_back(self) -> None:
-        self._hub.come_back(self.peer_id)
-
     def _check_progress(self, contribution: Contribution, result: RoundResult) -> None:
         is_fruitless = SHARED not in result.means
         self._fruitless = self._fruitless + 1 if is_fruitless else 0

@@ -247,7 +247,7 @@ class Claimant:
         target = self._allocated(now, claims) if has_room or self._orphaned_since else held
         if set(target) & set(self._orphaned_since):
             return self._change(now, held, target)
-        if now - self._changed_at < self._cooldown:
+        if held and now - self._changed_at < self._cooldown:  # a peer that was paused claims like a new one
             return held
         if target == held:
             settled = {peer: claims[peer] for peer, since in self._seen_since.items() if now - since >= self._cooldown}

@@ -349,11 +349,6 @@ class Consensus:
             chain = self._decider.chain
             return known_peers(*chain.newest(KNOWN_ROUNDS)) if chain.last.round else None
 
-    def come_back(self) -> None:
-        """Vote again, once a certificate admits this peer anew."""
-        with self._changed:
-            self._decider.come_back()
-
     def hear_of(self, ends: Mapping[str, tuple[int, str]]) -> None:
         """Learn where other peers' chains end, by round and digest; ask a few of them for what is missing here."""
         with self._changed:

@@ -119,11 +119,6 @@ class Decider:
         self._has_left = True
         self._send_voters(self._goodbye())
 
-    def come_back(self) -> None:
-        """Take part again after `leave`: others may still count the goodbye, and admit this peer anew."""
-        self._has_left = False
-        self._goodbyes.pop(self._keys.peer_id, None)
-
     # ------------------------------------------------------------------ attempts
 
     def _open_round(self) -> None:

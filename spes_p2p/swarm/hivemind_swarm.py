@@ -198,9 +198,9 @@ class HivemindSwarm:
         return [*sorted(known & claims.keys()), *strangers(last, new)[:MAX_NEW]]
 
     def _is_gone(self, peer: str) -> bool:
-        """Tell whether a peer's lease has run out, or a claim says that it stands aside and has no vote to give."""
+        """Check whether a peer's lease has run out, or its claim says that it leaves."""
         claims: Mapping[str, Claim] = self._membership.last_read(Claim)  # type: ignore[assignment]
-        return peer != self.peer_id and bool(claims) and (peer not in claims or not claims[peer].max_slots)
+        return peer != self.peer_id and bool(claims) and (peer not in claims or claims[peer].leaves)
 
     def _beat(self) -> None:
         """Keep, once per heartbeat, the others' addresses, and follow them."""
@@ -374,9 +374,6 @@ class HivemindSwarm:
     def leave(self) -> None:
         if self._consensus is not None:
             self._consensus.leave()
-
-    def come_back(self) -> None:
-        self.consensus.come_back()
 
     def _reserve_uplink(self) -> None:
         """Serve only members until the round is synchronised, but half of the time at most, so that others get some."""

@@ -125,10 +125,7 @@ class Swarm(Protocol):
         """
 
     def leave(self) -> None:
-        """Tell the other voters that this peer takes part in no further round, until `come_back`."""
-
-    def come_back(self) -> None:
-        """Take part again, and vote once a certificate admits this peer anew."""
+        """Tell the other voters that this peer takes part in no further round."""
 
     def residuals(self) -> Mapping[str, PagedVector]:
         """Return the rounding errors of this peer's own deltas, by group; they are added to a later delta."""

@@ -175,7 +175,7 @@ def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) 
     """Return the other peers that are live.
 
     A peer that is killed or cut off stays live although its claim expires. A peer that leaves on purpose does not: its
-    last claim has no capacity for slots.
+    last claim says so.
 
     Args:
         known: Peers that were live before.
@@ -183,5 +183,5 @@ def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) 
         me: This peer.
     """
     active = {peer for peer, claim in claims.items() if claim.state == "active" and peer != me}
-    left = {peer for peer, claim in claims.items() if claim.max_slots == 0}
+    left = {peer for peer, claim in claims.items() if claim.leaves}
     return frozenset((active or set(known)) - left)

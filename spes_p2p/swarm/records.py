@@ -121,7 +121,7 @@ class Claim(Record):
     slots: tuple[Slot, ...] = Field(default=(), max_length=MAX_CLAIMED)
     """Slots that this peer trains, ascending."""
     max_slots: Annotated[int, Field(ge=0, le=MAX_CLAIMED)]
-    """Number of slots that this peer could train; 0 when it leaves."""
+    """Number of slots that this peer could train; 0 while it is paused, and when it leaves."""
     since: Seconds
     """DHT time at which this peer joined."""
     invite: ShownInvite = ""
@@ -132,6 +132,11 @@ class Claim(Record):
         if list(self.slots) != sorted(set(self.slots)) or len(self.slots) > self.max_slots:
             raise ValueError("slots must ascend and number at most max_slots")
         return self
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the peer takes part in no further round."""
+        return self.state == "joining" and not self.max_slots
 
 
 class Progress(Record):

@@ -180,5 +180,5 @@ def affordable(
     if budget is None:
         return set(rounds_behind)
     others = {name.slot: name for name in rounds_behind if name.slot is not None and name.weights not in held}
-    fetched = choose({slot: rounds_behind[name] for slot, name in others.items()}, routed, budget)
+    fetched = choose({slot: rounds_behind[name] for slot, name in others.items()}, routed, budget) if budget else ()
     return set(rounds_behind) - {name for slot, name in others.items() if slot not in fetched}

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
-from spes_p2p.errors import AbsentError, DataError
+from spes_p2p.errors import DataError
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
-from spes_p2p.training.controls import Controls, Intent, decide
+from spes_p2p.training.controls import Controls, Intent
 from spes_p2p.training.dealer import deal
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
-RETURN_SECONDS = 10.0
-"""Pause between two tries of a peer that comes back."""
+IDLE_SECONDS = 0.5
+"""Longest that a peer that makes no steps waits before it looks at its owner's wish again."""
 MAX_FRUITLESS = 5
 """Attempts in a row without a finite step after which a peer ends."""
 REMEDY = "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu"
@@ -50,7 +50,7 @@ class Steps:
         num_finite: Steps with a finite gradient.
         tokens: Tokens that these have trained.
         weighted_loss: Sum over these tokens of the loss, nats.
-        held_seconds: Time for which the owner's controls have held the training.
+        paused_seconds: Time for which the owner had paused the training.
     """
 
     began: float
@@ -59,7 +59,7 @@ class Steps:
     num_finite: int = 0
     tokens: int = 0
     weighted_loss: float = 0.0
-    held_seconds: float = 0.0
+    paused_seconds: float = 0.0
 
     def add(self, step: Step) -> None:
         """Count a step."""
@@ -120,16 +120,18 @@ class TrainingLoop:
             initial: Makes the published vectors of the run's start.
             saved: This peer's checkpoint, after a restart.
         """
-        self._stand_by()
+        intent = self._intent(0.0)
+        self.is_ended = intent.ends
         if self.is_ended:
             return
         self._load(self._sync.open(initial))
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
             self._checkpointer.restore(saved)
-        tokens, places = self._trainer.calibrate(measures=not self._sync.follows_others)
-        self._tokens_per_second = tokens
-        self._places_per_second = places
+        if intent.trains:
+            tokens, places = self._trainer.calibrate(measures=not self._sync.follows_others)
+            self._tokens_per_second = tokens
+            self._places_per_second = places
         if saved is None:
             steps, data = self._trainer.steps, self._trainer.data.state_dict()
             self._checkpointer.save(self._sync.round, steps, 0, data, is_last=False)
@@ -175,7 +177,7 @@ class TrainingLoop:
         """Run one round. Its vectors are local to this call, so they are freed before the next round."""
         work = self._train()  # local vectors, moments, tokens, routed
         if work is None or self._is_over:
-            return  # its owner has taken it out; or the others have gone on meanwhile, and ended the run
+            return  # its owner has ended it; or the others have ended the run meanwhile
         before = self._sync.round
         self._load(self._sync.synchronise(work, closes_from=self._round_ends))
         if self._sync.round > before:
@@ -199,25 +201,30 @@ class TrainingLoop:
         """Make local steps until the round ends.
 
         Returns:
-            What was trained; None if the owner's controls have taken this peer out of the round.
+            What was trained; None if the owner has ended this peer before it has trained anything.
         """
         steps = Steps(self._trainer.clock(), self._now())
         self.begun_rounds += 1
         self._deal()
-        while ((done := self._share_done(steps)) < 1.0 or not steps.num) and not self._is_over:
-            act = self._act(done, steps)
-            if act in ("stand aside", "end"):
-                self._stand_aside(is_ended=act == "end")
-                return None
-            if act == "bring":
-                break
-            if act == "wait":
+        while not self._is_over and ((done := self._share_done(steps)) < 1.0 or not steps.num):
+            is_due = done >= 1.0 or not self._has_end
+            # The others would wait for a peer that rests beyond the round's end.
+            intent = self._intent(math.inf if is_due else self._round_ends - self._now())
+            if not (intent.trains and self._trainer.slots):
+                if intent.ends and not intent.trains and not steps.num:
+                    self.is_ended = True
+                    return None
+                if is_due and self._meets_idle(intent):
+                    break
+                steps.paused_seconds += self._wait(IDLE_SECONDS if is_due else self._round_ends - self._now())
                 continue
-            began_step = self._trainer.clock()
+            if steps.num and self._share_done(steps) >= 1.0:
+                break  # its rest has lasted until the round's end
+            began = self._trainer.clock()
             steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
-            self._step_seconds = self._trainer.clock() - began_step
+            self._step_seconds = self._trainer.clock() - began
             self._rescue_orphans()
-        seconds = self._trainer.clock() - steps.began - steps.held_seconds
+        seconds = self._trainer.clock() - steps.began - steps.paused_seconds
         if steps.num:
             self._tokens_per_second = steps.tokens / seconds
             places = steps.num * self._run.train.batch_size * self._run.data.sequence_length
@@ -280,93 +287,43 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ the owner's controls
 
-    def _intent(self, wait_seconds: float) -> Intent:
-        """Return what the owner wants; a paused peer waits for a moment first."""
-        step_seconds, self._step_seconds = self._step_seconds, 0.0
-        return self._controls.intent(step_seconds, wait_seconds) if self._controls is not None else Intent()
-
-    def _act(self, done: float, steps: Steps) -> str:
-        """Return the next action (`Decision.act`)."""
+    def _intent(self, rest_seconds: float) -> Intent:
+        """Return what the owner wants, after a rest of `rest_seconds` at most; a paused peer claims no slots."""
         if self._controls is None:
-            return "step"
-        by_steps = self._run.round.mode == "steps"
-        began, held = self._trainer.clock(), self._sync.held
-        # The others would wait for a peer that rests or waits beyond the round's end.
-        has_end = not (by_steps or done >= 1.0)
-        intent = self._intent(max(0.0, self._round_ends - self._now()) if has_end else math.inf)
-        held.limit(intent.slots)
-        # A peer that trains reads no records between its steps.
-        others = set() if intent.trains else set(active_of(held.claims())) - {self._sync.swarm.peer_id}
-        if not intent.trains:
-            steps.held_seconds += self._trainer.clock() - began
-        elif has_end and steps.num and self._share_elapsed(steps) >= 1.0:
-            return "wait"  # its rest has lasted until the round's end
+            return Intent()
+        step_seconds, self._step_seconds = self._step_seconds, 0.0
+        intent = self._controls.intent(step_seconds, max(0.0, rest_seconds))
+        if intent.leaves:
+            raise KeyboardInterrupt
+        self._sync.held.limit(intent.slots if intent.trains else 0)
         if intent.threads not in (None, torch.get_num_threads()):
             self._trainer.use_threads(intent.threads)
-        act = decide(
-            intent,
-            has_trained=steps.num > 0,
-            is_due=done >= 1.0 or by_steps,
-            has_others=bool(others),
-            has_voters=not others.isdisjoint(self._sync.swarm.last().voters),
-            lease_seconds=self._run.round.lease_seconds,
-        )
-        if act == "leave":
-            raise KeyboardInterrupt
-        return act
+        return intent
 
-    def _stand_by(self) -> None:
-        """Wait until this peer may train, or is to end."""
-        while True:
-            intent = self._intent(math.inf)
-            if intent.leaves:
-                raise KeyboardInterrupt
-            self.is_ended = intent.ends
-            if intent.trains or self.is_ended:
-                self._sync.held.limit(intent.slots)
-                return
+    def _meets_idle(self, intent: Intent) -> bool:
+        """Check whether a peer that makes no steps ends the round; a paused peer that is alone waits to be resumed."""
+        return intent.trains or intent.ends or len(active_of(self._sync.held.claims())) > 1
 
-    def _stand_aside(self, *, is_ended: bool) -> None:
-        """Give the slots to others until this peer may train again; then join them as a late peer does."""
-        self.is_ended = is_ended
-        if is_ended:
-            return
-        self._sync.held.stand_aside()
-        assert self._controls is not None
-        self._controls.tell("its slots are handed over; it serves what it has")
-        self._load(StateUpdate(()))
-        while not self._has_come_back():
-            if self.is_ended:
-                return
-        self._meet()
-
-    def _has_come_back(self) -> bool:
-        """Wait until this peer may train, and enter the swarm again; tell whether it has, since others may be away."""
-        self._stand_by()
-        if self.is_ended:
-            return False
-        try:
-            self._load(self._sync.come_back())
-        except AbsentError as error:
-            log.warning("coming back: %s (next try in %.0f s)", error, RETURN_SECONDS, extra={"heals": True})
-            if self._sync.swarm.wait(RETURN_SECONDS):
-                raise
-            return False
-        return True
+    def _wait(self, seconds: float) -> float:
+        """Wait for a moment, and no longer than `seconds`; return the time that it took."""
+        began = self._trainer.clock()
+        self._sync.swarm.wait(max(0.0, min(seconds, IDLE_SECONDS)))
+        return self._trainer.clock() - began
 
     # ------------------------------------------------------------------ when a round ends
 
-    def _share_done(self, steps: Steps) -> float:
-        """Return the share of the round that is over, by steps or by the clock."""
-        if self._run.round.mode == "steps":
-            return steps.num / self._run.round.steps_of(self._sync.round + 1)
-        return self._share_elapsed(steps)
+    @property
+    def _has_end(self) -> bool:
+        """Whether the round ends at a time, and not after a number of steps."""
+        return self._run.round.mode == "tokens"
 
-    def _share_elapsed(self, steps: Steps) -> float:
-        """Return the share of the round's time that is over: 1 if another step would end too late."""
+    def _share_done(self, steps: Steps) -> float:
+        """Return the share of the round that is over; by the clock, 1 also if another step would end too late."""
+        if not self._has_end:
+            return steps.num / self._run.round.steps_of(self._sync.round + 1)
         now, began = self._now(), steps.began_at
         share = (now - began) / max(self._round_ends - began, 1e-3)
-        step_seconds = (now - began - steps.held_seconds) / max(steps.num, 1)
+        step_seconds = (now - began - steps.paused_seconds) / max(steps.num, 1)
         tolerance = PUNCTUAL * self._run.round.matchmaking_seconds
         return max(share, 1.0) if steps.num and now + step_seconds > self._round_ends + tolerance else share
 

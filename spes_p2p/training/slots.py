@@ -84,10 +84,8 @@ class HeldSlots:
         self._state: Literal["joining", "active"] = "joining"
         self._since = swarm.now()
         self._checked_at = 0.0
-        self._is_aside = False
         self._has_left = False
         self._missed: Counter[str] = Counter()
-        self._released: list[VectorName] = []
         self._unloaded: set[VectorName] = set()  # weights that a failed `catch_up` has fetched, and the model lacks
 
     # ------------------------------------------------------------------ claims
@@ -103,7 +101,7 @@ class HeldSlots:
             peer_id=self._swarm.peer_id,
             state=self._state,
             slots=self.slots,
-            max_slots=0 if self._is_aside else max(len(self.slots), self._chosen_slots),
+            max_slots=max(len(self.slots), self._chosen_slots),
             since=self._since,
         )
 
@@ -153,46 +151,44 @@ class HeldSlots:
         self._missed.update(peer for peer in {*self._missed, *expected} - met)
 
     def leave(self) -> None:
-        """Release all slots now, not when the lease ends; for good."""
-        self.stand_aside()
-        self._has_left = True
-
-    def stand_aside(self) -> None:
-        """Release all slots until `come_back`, and go on serving them; others do not wait for this peer."""
-        if self.slots:
-            mine = self._swarm.versions()
-            slots = map(VectorName.of_slot, self.slots)
-            self._released = [name for name in slots if name in mine]
+        """Release all slots now, not when the lease ends, and say goodbye; for good."""
         self.slots = ()
-        self._is_aside = True
+        self._chosen_slots = 0
         self.announce("joining")
+        self._has_left = True
         self._swarm.leave()
 
-    def come_back(self) -> None:
-        """Be a newcomer: without slots, and without a vote until it is admitted anew."""
-        for name in [name for name in self._anchors.names if name != SHARED]:
-            self._anchors.forget(name)
-        self._is_aside = False
-        self._swarm.come_back()
-
     def limit(self, max_slots: int | None) -> None:
-        """Train at most so many slots from the next round on; None for as many as this peer can."""
+        """Train at most so many slots from the next round on, perhaps none; None for as many as this peer can."""
         self._chosen_slots = self._max_slots if max_slots is None else min(max_slots, self._max_slots)
 
+    @property
+    def refreshed_slots(self) -> int | None:
+        """Slots of others to fetch per round; None fetches all. A paused peer fetches none until it is resumed."""
+        is_paused = self._max_slots > 0 == self._chosen_slots
+        return 0 if is_paused else self.refresh_slots
+
     def hand_over(self, seconds: float) -> list[VectorName]:
-        """Release all slots, and serve them until others have the newest versions, at most so long.
+        """Release all slots, and serve until others have the newest versions that this peer has, at most so long.
 
         Returns:
             The versions that no other peer has.
         """
+        slots = set(self.slots) | {slot for slot in range(self._num_slots) if self._has_certified(slot)}
         self.leave()
-        names, began = self._released, self.clock()
+        began, masters = self.clock(), list(map(VectorName.of_slot, sorted(slots)))
         while True:
             mine = self._swarm.versions()
+            held = [name for name in masters if name in mine]
             offers = self._offers(self.others()).values()
-            lacking = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
+            lacking = [n for n in held if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
             if not lacking or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
                 return lacking
+
+    def _has_certified(self, slot: int) -> bool:
+        """Check whether this peer has the trained master of a slot that counts, perhaps as the only one."""
+        name = VectorName.of_slot(slot)
+        return bool(self.certified_digest(name)) and self.is_certified(name)
 
     # ------------------------------------------------------------------ slots
 
@@ -441,7 +437,7 @@ class HeldSlots:
         kept = {name for name in self.makers if me in keepers.get(name, ())}
         missed = self._missed_versions() - self.makers.keys()
         behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in (*self.makers, *missed)}
-        chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
+        chosen = affordable(behind, routed, self.refreshed_slots, self._anchors.names) | kept
         masters = {name for name in chosen if name in kept or self.form(name) == name} if self._has_kept else None
         plan = plan_fetch(me, roster, self.makers, chosen - missed, keepers, masters=masters)
         digests = {name: self.certified_digest(name) for name in plan.wanted}
@@ -543,7 +539,7 @@ class HeldSlots:
         weights = [SHARED, *map(self.form, map(VectorName.of_slot, range(self._num_slots)))]
         plan = self._plan([name for name in weights if not self.is_certified(name)], self._offers(asked))
         behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in plan.wanted}
-        budget = None if routed is None else self.refresh_slots
+        budget = None if routed is None else self.refreshed_slots
         chosen = affordable(behind, routed or {}, budget, self._anchors.names)
         wanted = {name: peers for name, peers in plan.wanted.items() if name in chosen}
         vectors = self._pull(replace(plan, wanted=wanted), 0) if wanted else StoredVectors()

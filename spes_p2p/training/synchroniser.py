@@ -184,18 +184,6 @@ class Synchroniser:
                     raise
                 self.swarm.catch_up()
 
-    def come_back(self) -> StateUpdate:
-        """Return as a late peer after standing aside: losses and residuals of before judge and change nothing.
-
-        Raises:
-            AbsentError: the swarm's state could not be fetched; it may be repeated.
-        """
-        self.stats = SyncStats.of(RoundResult(), 0, 0.0)
-        self.held.makers = {}
-        self.swarm.settle(RoundResult(), ())
-        self.held.come_back()
-        return self.open(None)
-
     def meet(self, work: RoundWork) -> StateUpdate:
         """Learn when the first round ends: from the others' current round, or by a roster without deltas.
 
@@ -403,7 +391,7 @@ class Synchroniser:
             ready_at=began,
             sync_seconds=statistics.median(self._synced or (0.0,)),  # a single stall does not lengthen the next rounds
             uplink_mbit=self._machine.uplink_mbit,
-            refreshes=self._machine.refresh_slots is not None,
+            refreshes=self.held.refreshed_slots is not None,
         )
         own = work.vectors or StoredVectors(self.anchors.names, self.anchors.weights)
         overwrites = bool(work.vectors)

@@ -17,7 +17,7 @@ from spes_p2p.config.controls import Limits, Rules, Surroundings, Wish, duration
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import controls as owner
 from spes_p2p.peer.controls import Controls, changed, limited, load
-from spes_p2p.training.controls import Intent, decide
+from spes_p2p.training.controls import Intent
 
 BERLIN = ZoneInfo("Europe/Berlin")
 NIGHTS = Rules(hours="mon-fri 22:00-07:00, sat-sun 00:00-24:00")
@@ -191,16 +191,15 @@ def test_a_restart_keeps_a_pause_limits_and_rules_but_neither_finish_nor_leave(t
         controls.act("pause", {})
 
 
-def test_a_verb_wakes_a_held_training_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "HOLD_SECONDS", 300.0)
+def test_a_verb_wakes_a_training_that_rests(tmp_path: Path) -> None:
     controls = Controls(tmp_path)
-    controls.act("pause", {})
+    controls.act("set", {"duty": "1%"})
     found: list[Intent] = []
-    training = threading.Thread(target=lambda: found.append(controls.intent(0.0, math.inf)))
+    training = threading.Thread(target=lambda: found.append(controls.intent(10.0, math.inf)))
     training.start()
-    controls.act("resume", {})
+    controls.act("pause", {})
     training.join(60)
-    assert [intent.trains for intent in found] == [True]
+    assert [intent.trains for intent in found] == [False]
 
 
 def test_a_duty_cycle_rests_after_a_step_for_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +233,7 @@ def test_status_says_what_keeps_a_peer_that_may_train_from_it(tmp_path: Path) ->
     controls = Controls(tmp_path)
     controls.live("it waits for the others")
     assert controls.act("status", {})["reason"] == "it waits for the others"
-    assert controls.act("pause", {})["reason"] == "until it is resumed"
+    assert controls.act("pause", {})["reason"] == "until it is resumed; other peers may take its slots"
     controls.live("")
     assert controls.act("resume", {})["reason"] == "it trains"
 
@@ -288,33 +287,6 @@ def test_leave_ends_this_process_as_sigterm_does(tmp_path: Path) -> None:
     ranks = Controls(tmp_path)
     ranks.act("leave", {})
     assert ranks.intent(0.0, 0.0).leaves
-
-
-HELD = Intent(trains=False, held_seconds=5.0)
-
-
-@pytest.mark.parametrize(
-    ("intent", "changes", "act"),
-    [
-        (Intent(), {}, "step"),
-        (Intent(ends=True), {}, "step"),
-        (HELD, {}, "wait"),
-        (HELD, {"is_due": True}, "bring"),
-        (HELD, {"is_due": True, "has_others": False}, "wait"),
-        (HELD, {"lease_seconds": 5.0}, "wait"),
-        (HELD, {"lease_seconds": 5.0, "has_trained": False}, "stand aside"),
-        (HELD, {"lease_seconds": 5.0, "has_trained": False, "has_others": False}, "wait"),
-        (HELD, {"lease_seconds": 5.0, "has_trained": False, "has_voters": False}, "wait"),
-        (HELD, {"lease_seconds": 5.0, "has_trained": False, "has_voters": False, "is_due": True}, "bring"),
-        (Intent(trains=False, ends=True), {}, "wait"),
-        (Intent(trains=False, ends=True), {"has_others": False, "is_due": True}, "bring"),
-        (Intent(trains=False, ends=True), {"has_trained": False}, "end"),
-        (Intent(trains=False, leaves=True), {}, "leave"),
-    ],
-)
-def test_a_held_peer_brings_what_it_has_and_stands_aside_after_a_lease(intent: Intent, changes: dict, act: str) -> None:
-    usual = {"has_trained": True, "has_others": True, "has_voters": True, "lease_seconds": 60.0}
-    assert decide(intent, **{**usual, "is_due": False, **changes}).act == act
 
 
 def test_a_value_of_none_takes_a_setting_back() -> None:

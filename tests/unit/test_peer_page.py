@@ -172,8 +172,7 @@ def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_lo
         assert page is not None
         page.say("")
         controls.act("pause", {})
-        controls.tell("its slots are handed over; it serves what it has")
-        state = wait_for(tmp_path, lambda state: state["now"]["state"] == "paused" and "handed" in state["now"]["why"])
+        state = wait_for(tmp_path, lambda state: state["now"]["state"] == "paused" and "slots" in state["now"]["why"])
         assert wait_for(tmp_path, lambda state: state["control"])["control"]["wish"] == "pause"
         controls.act("resume", {})
         wait_for(tmp_path, lambda state: state["now"]["state"] == "training")

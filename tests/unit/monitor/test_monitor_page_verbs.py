@@ -241,7 +241,7 @@ def test_ctl_finds_the_only_peer_in_runs(
     peer = Peer(tmp_path / "runs" / "my-run")
     try:
         assert ctl.main(CtlConfig(verb="pause")) == 0
-        assert capsys.readouterr().out == "paused: until it is resumed\n"
+        assert capsys.readouterr().out == "paused: until it is resumed; other peers may take its slots\n"
         (tmp_path / "runs" / "local" / "peer-0").mkdir(parents=True)
         other = Peer(tmp_path / "runs" / "local" / "peer-0")
         try:

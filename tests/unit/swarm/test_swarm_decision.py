@@ -337,21 +337,6 @@ def test_a_body_that_is_proposed_again_in_vain_is_given_up(seed):
     assert any(isinstance(message, GivenUp) and message.give_up.attempt == 1 for message in sent)
 
 
-@pytest.mark.parametrize("num", [1, 2])
-def test_a_voter_that_comes_back_before_any_certificate_goes_on(num, seed):
-    """Its own goodbye still counted: it could neither certify a round nor go on without the other, which stays away."""
-    world = swarm(seed, num)
-    for node in world.nodes.values():
-        node.decider.leave()
-    world.run(world.now + 2)
-    for peer in PEERS[1:num]:
-        world.nodes[peer].crash(1000.0)
-    back, head = world.nodes[PEERS[0]], world.nodes[PEERS[0]].last.round
-    back.decider.come_back()
-    world.run(world.now + 200)
-    assert back.last.round > head + 2
-
-
 def test_a_voter_whose_goodbye_was_lost_says_it_again(seed):
     world = swarm(seed, 2)
     away, other = (world.nodes[peer] for peer in PEERS[:2])

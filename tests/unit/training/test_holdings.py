@@ -179,6 +179,15 @@ def test_a_leaver_stays_until_others_have_its_newest_versions(is_taken, lacking)
     assert leaver.held.slots == () and heir.held.claims()[peer_id(0)].max_slots == 0
 
 
+def test_a_leaver_that_was_paused_stays_for_the_certified_version_that_only_it_has(hub):
+    """No peer had room for its slots."""
+    leaver, other = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
+    certify(hub, 13, leaver.swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
+    assert leaver.held.hand_over(5.0) == ["slot-0"]
+    other.swarm.pull({"slot-0": [peer_id(0)]}, min_round=13, timeout=1.0)
+    assert leaver.held.hand_over(5.0) == []
+
+
 def test_a_leaver_stays_for_a_version_that_it_publishes_while_it_leaves():
     """A round that it was in may be committed meanwhile."""
     hub = MemoryHub("run", matchmaking_seconds=1.0)

@@ -11,7 +11,6 @@ import torch
 from virtual import VOCAB, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
-from spes_p2p.peer.controls import Controls
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -27,6 +26,18 @@ class Lacking(MemorySwarm):
 
     def inventory(self, peers):
         return {p: {n: v for n, v in have.items() if n != "slot-3"} for p, have in super().inventory(peers).items()}
+
+
+class CutOff(MemorySwarm):
+    """A swarm from which the first downloads fail."""
+
+    failing_pulls = ENTERING_TRIES - 1
+
+    def pull(self, wanted, **more):
+        if self.failing_pulls:
+            self.failing_pulls -= 1
+            return dict.fromkeys(wanted, "no peer answers")
+        return super().pull(wanted, **more)
 
 
 def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm, *, min_peers: int = 1) -> tuple[VirtualPeer, int]:
@@ -51,7 +62,9 @@ def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm, *, min_pee
     return late, len(made)
 
 
-@pytest.mark.parametrize("swarm, times", [pytest.param(MemorySwarm, 0, marks=pytest.mark.full), (Lacking, 1)])
+@pytest.mark.parametrize(
+    "swarm, times", [pytest.param(MemorySwarm, 0, marks=pytest.mark.full), (Lacking, 1), (CutOff, 0)]
+)
 def test_a_newcomer_makes_the_start_of_a_run_only_for_what_nobody_has(swarm, times):
     """Of a large model it takes minutes, and as much disk as the model."""
     late, made = join_late(tiny_run(round=ALONE), swarm)
@@ -63,50 +76,6 @@ def test_a_newcomer_joins_a_run_of_which_fewer_peers_than_its_start_needs_are_le
     """The others go on with the run that they have; a newcomer that waited for `min_peers` would wait for ever."""
     late, made = join_late(tiny_run(round=ALONE), min_peers=3)
     assert made == 0 and late.swarm.versions()["shared"].round == ALONE.total
-
-
-class CutOff(MemorySwarm):
-    """A swarm from which some downloads fail."""
-
-    failing_pulls = 0
-    on_failure = staticmethod(lambda wanted: None)
-
-    def pull(self, wanted, **more):
-        if self.failing_pulls:
-            self.on_failure(wanted)
-            self.failing_pulls -= 1
-            return dict.fromkeys(wanted, "no peer answers")
-        return super().pull(wanted, **more)
-
-
-@pytest.mark.parametrize("finishes", [False, True])
-def test_a_peer_that_was_paused_waits_for_others_to_be_within_reach_unless_its_owner_ends_it(tmp_path, finishes):
-    """It ended when the first download failed; its owner found it gone in the morning."""
-    hub, run = MemoryHub("run", matchmaking_seconds=2.0), tiny_run(round=ALONE)
-    first = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
-    paused = VirtualPeer(run, CutOff(hub, peer_id(1)), index=1, max_slots=2)
-    controls = paused.loop._controls = Controls(tmp_path)
-    came_back = []
-
-    def fail(wanted):
-        if finishes and paused.swarm.failing_pulls == 1:
-            controls.act("finish", {})
-
-    def pause_and_return() -> None:
-        paused.loop.open(paused.initial)
-        paused.sync.held.stand_aside()
-        while len(first.reports) < 3:
-            hub.clock.wait(0.1)
-        paused.swarm.failing_pulls, paused.swarm.on_failure = ENTERING_TRIES + 1, fail
-        if finishes:
-            paused.swarm.failing_pulls = ENTERING_TRIES
-        paused.loop._stand_aside(is_ended=False)
-        came_back.append(paused.sync.round)
-        paused.swarm.close()
-
-    hub.clock.run([lambda: first.live(first.initial, lambda report: None), pause_and_return])
-    assert not paused.swarm.failing_pulls and paused.loop.is_ended == finishes
-    assert (came_back[0] >= 3) != finishes
 
 
 class Counting(MemorySwarm):
