@@ -207,6 +207,25 @@ class Effective:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Intent:
+    """What the training is to do next.
+
+    Attributes:
+        trains: Whether the peer may hold slots and make steps.
+        ends: Whether it ends after this round.
+        leaves: Whether it is to leave now.
+        threads: CPU threads of each rank; None leaves them.
+        slots: Most slots to train; None for as many as it was started with.
+    """
+
+    trains: bool = True
+    ends: bool = False
+    leaves: bool = False
+    threads: int | None = None
+    slots: int | None = None
+
+
 def effective(wish: Wish, rules: Rules, around: Surroundings) -> Effective:
     """Return what a peer does: its owner's wish, as far as the rules allow it."""
     forbidden = _forbidden(rules, around)

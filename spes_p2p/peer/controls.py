@@ -22,6 +22,7 @@ from spes_p2p.cli import explain
 from spes_p2p.config import PeerConfig
 from spes_p2p.config.controls import (
     VERBS,
+    Intent,
     Kept,
     Limits,
     Surroundings,
@@ -33,7 +34,6 @@ from spes_p2p.config.controls import (
 from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic
-from spes_p2p.training.controls import Intent
 
 log = logging.getLogger(__name__)
 

@@ -175,7 +175,7 @@ def _train(
         if SHARED not in swarm.versions() and saved is None:
             initial = _initial(config, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
-        loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, controls=controls)
+        loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, intent=controls.intent)
         try:
             loop.open(initial, saved)
             if config.resume_round not in (None, sync.round) and not loop.is_ended:

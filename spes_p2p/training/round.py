@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
+from spes_p2p.config.controls import Intent
 from spes_p2p.errors import DataError
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
-from spes_p2p.training.controls import Controls, Intent
 from spes_p2p.training.dealer import deal
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
@@ -79,7 +79,8 @@ class TrainingLoop:
         sync: The connection to the swarm.
         gate: Judges the slots that others publish; None accepts all.
         checkpoint: Where the peer's state is saved after each round; None saves nothing.
-        controls: The owner's controls; None lets the peer train.
+        intent: Returns what the owner wants after a rest by the duty cycle, from the seconds of the last step and the
+            longest rest.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class TrainingLoop:
         *,
         gate: LossGate | None = None,
         checkpoint: PeerCheckpoint | None = None,
-        controls: Controls | None = None,
+        intent: Callable[[float, float], Intent] = lambda step_seconds, rest_seconds: Intent(),
     ) -> None:
         self._run = run
         self._trainer = trainer
         self._sync = sync
         self._gate = gate
         self._checkpointer = Checkpointer(checkpoint, trainer, sync)
-        self._controls = controls
+        self._wanted = intent
         self._on_round: Callable[[Metrics], None] | None = None
         self._total_tokens = 0
         self._share = range(0)  # of shared data
@@ -289,10 +290,8 @@ class TrainingLoop:
 
     def _intent(self, rest_seconds: float) -> Intent:
         """Return what the owner wants, after a rest of `rest_seconds` at most; a paused peer claims no slots."""
-        if self._controls is None:
-            return Intent()
         step_seconds, self._step_seconds = self._step_seconds, 0.0
-        intent = self._controls.intent(step_seconds, max(0.0, rest_seconds))
+        intent = self._wanted(step_seconds, max(0.0, rest_seconds))
         if intent.leaves:
             raise KeyboardInterrupt
         self._sync.held.limit(intent.slots if intent.trains else 0)

@@ -13,11 +13,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from spes_p2p.config import PeerConfig
-from spes_p2p.config.controls import Limits, Rules, Surroundings, Wish, duration, effective, spans, words
+from spes_p2p.config.controls import Intent, Limits, Rules, Surroundings, Wish, duration, effective, spans, words
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import controls as owner
 from spes_p2p.peer.controls import Controls, changed, limited, load
-from spes_p2p.training.controls import Intent
 
 BERLIN = ZoneInfo("Europe/Berlin")
 NIGHTS = Rules(hours="mon-fri 22:00-07:00, sat-sun 00:00-24:00")

@@ -12,6 +12,7 @@ from virtual import VirtualPeer, certify, peer_id, run_virtual, tiny_run
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
+from spes_p2p.config.controls import Intent
 from spes_p2p.errors import DataError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
@@ -73,7 +74,11 @@ def test_of_a_slot_that_is_released_the_model_has_what_was_committed():
     run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
     hub = MemoryHub("run", matchmaking_seconds=10.0, min_peers=1, num_slots=4)
     peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
-    hub.clock.run([lambda: peer.live(peer.initial, lambda report: peer.sync.held.limit(2))])
+
+    def limit(report: object) -> None:
+        peer.loop._wanted = lambda *_: Intent(slots=2)
+
+    hub.clock.run([lambda: peer.live(peer.initial, limit)])
     assert len(peer.slots) == 2
     for slot in range(4):
         actual = peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(slot))

@@ -11,11 +11,11 @@ from virtual import VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RoundConfig, RunConfig
+from spes_p2p.config.controls import Intent
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.controls import Intent
 
 TOTAL = 9
 TIMES = {"total": TOTAL, "min_peers": 3, "lease_seconds": 30.0, "heartbeat_seconds": 5.0, "exchange_seconds": 20}
@@ -53,7 +53,7 @@ def live(
     hub = MemoryHub("run", matchmaking_seconds=10.0)
     peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=2) for i in range(3)]
     owner = Owner(peers[2], lambda: is_paused(peers), lambda: ends is not None and ends(peers))
-    peers[2].loop._controls = owner
+    peers[2].loop._wanted = owner.intent
     initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     return peers, owner
@@ -135,7 +135,7 @@ def test_peers_that_are_all_paused_end_no_round() -> None:
     peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=4) for i in range(2)]
     for peer in peers:
         is_paused = lambda: peers[0].sync.round >= 1 and 3.0 < hub.clock.now() - began < 20.0  # noqa: E731
-        peer.loop._controls = Owner(peer, is_paused, lambda: False)
+        peer.loop._wanted = Owner(peer, is_paused, lambda: False).intent
     began, initial = hub.clock.now(), peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     for reports in zip(*(peer.reports for peer in peers), strict=True):
@@ -163,7 +163,7 @@ def test_a_paused_voter_that_misses_a_meeting_lets_the_others_redo_the_round() -
     run, hub = tiny_run(round=RoundConfig(**times)), MemoryHub("run", matchmaking_seconds=10.0)
     swarms = [MemorySwarm(hub, peer_id(0)), LateOnce(hub, peer_id(1))]
     peers = [VirtualPeer(run, swarm, index=i, max_slots=4) for i, swarm in enumerate(swarms)]
-    peers[1].loop._controls = Owner(peers[1], lambda: 2 <= peers[1].sync.round < 6, lambda: False)
+    peers[1].loop._wanted = Owner(peers[1], lambda: 2 <= peers[1].sync.round < 6, lambda: False).intent
     began, initial = hub.clock.now(), peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     assert swarms[1].has_missed and hub.clock.now() - began < run.round.shrink_seconds
