@@ -30,7 +30,7 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
 from spes_p2p.swarm.records import MAX_SLOTS, Claim
 from spes_p2p.swarm.roster import Member
-from spes_p2p.training.fetch_plan import plan_fetch, preferred
+from spes_p2p.training.holdings import preferred
 
 RUN_ID = "network"
 ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
@@ -168,8 +168,8 @@ class SwarmPeer:
     def _pull_slots(self, result: RoundResult, round: int) -> None:
         """Fetch the others' slots as `training.slots` does."""
         makers = {name: peers for name, peers in result.roster.groups.items() if name not in self._names}
-        plan = plan_fetch(self._swarm.peer_id, result.roster, makers, list(makers), {})
-        self.pull(plan.wanted, round)
+        links = result.roster.uplinks_to(self._swarm.peer_id)
+        self.pull({name: preferred(self._swarm.peer_id, name, peers, links) for name, peers in makers.items()}, round)
 
     def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
         """Pull versions that all `peers` have, spread over them as newcomers do; return how long it took."""

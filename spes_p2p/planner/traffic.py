@@ -30,7 +30,7 @@ class RoundTraffic:
         shared: Averaging the shared parameters.
         slots: Averaging the claimed slots with their other holders.
         fetched: Fetching other peers' slots, and serving its own.
-        replicated: Fetching and serving the fp32 versions of slots with too few holders, where others take kept forms.
+        replicated: Sending replicas the means of slots with too few holders, and receiving such means.
     """
 
     shared: int
@@ -67,20 +67,16 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
     shared = 2 * (num_peers - 1) / num_peers * size.shared_params
     covered = min(size.num_slots, num_peers * claimed)
     slots = 2 * (num_peers * claimed - covered) / num_peers * size.slot_params
-    version = FP32 * (1 + setup.outer_momentum)
+    mean = element_bytes(codecs.slots) + setup.slot_moments * moment
     others = covered - claimed
     replicas = num_replicas(covered, num_peers * claimed, num_peers, setup.copies) / num_peers
-    if setup.kept is not None:
-        # Within its budget, and none of the slots that it replicates.
-        forms = min(others, setup.refresh_slots or others) * (1 - replicas / others) if others else 0.0
-        fetched = forms * FROZEN_BYTES[setup.kept]
-    else:
-        fetched = min(others, setup.refresh_slots or others) * version
+    # Within its budget, and none of the slots that it replicates.
+    fetched = min(others, setup.refresh_slots or others) * (1 - replicas / others) if others else 0.0
     return RoundTraffic(
         shared=round(shared * (element_bytes(codecs.shared) + setup.averaged_moments * moment)),
-        slots=round(slots * (element_bytes(codecs.slots) + setup.slot_moments * moment)),
-        fetched=round(fetched * size.slot_params) if num_peers > 1 else 0,
-        replicated=round(replicas * version * size.slot_params) if setup.kept is not None else 0,
+        slots=round(slots * mean),
+        fetched=round(fetched * _form_bytes(setup) * size.slot_params) if num_peers > 1 else 0,
+        replicated=round(replicas * mean * size.slot_params),
     )
 
 
@@ -90,9 +86,13 @@ def newcomer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     The base of adapters is not in it: a peer may have a copy.
     """
     version = FP32 * (1 + setup.outer_momentum)
-    others = size.num_slots * (version if setup.kept is None else FROZEN_BYTES[setup.kept])
     own = 0 if setup.kept is None else claimed * version
-    return round(version * size.shared_params + (others + own) * size.slot_params)
+    return round(version * size.shared_params + (size.num_slots * _form_bytes(setup) + own) * size.slot_params)
+
+
+def _form_bytes(setup: Setup) -> float:
+    """Return the bytes per parameter of a slot as it travels to peers that neither train nor replicate it."""
+    return FP32 * (1 + setup.outer_momentum) if setup.kept is None else FROZEN_BYTES[setup.kept]
 
 
 def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
@@ -149,8 +149,8 @@ def transfer_seconds(traffic: RoundTraffic, uplink_mbit: float, downlink_mbit: f
         downlink_mbit: Downlink of every peer.
     """
     bits_per_second = 1e6 * min(uplink_mbit, downlink_mbit)
-    fetched = traffic.fetched + traffic.replicated
-    return RoundSeconds(8 * traffic.averaged / bits_per_second, 8 * fetched / bits_per_second)
+    averaged = traffic.averaged + traffic.replicated
+    return RoundSeconds(8 * averaged / bits_per_second, 8 * traffic.fetched / bits_per_second)
 
 
 def of_moments_round(setup: Setup) -> Setup:

@@ -279,10 +279,10 @@ def _attempt(met: Mapping[str, Entry], last: Body) -> dict[str, Attempt]:
     lost: dict[str, set[str]] = {peer: set() for peer in met}
     for name, members in roster.groups.items():
         format = met[members[0]].encoding.format(name, roster.round + 1)
-        plan = GroupPlan.in_roster(roster, members, format)
+        plan = GroupPlan.in_roster(roster, members, format, roster.replicas.get(name, ()))
         work = GroupMean(plan, name, met)
         reason = work.reduce() if any(plan.weights) else "no member trained"
-        for peer in members:
+        for peer in plan.peers:
             status[peer][name] = reason
             evidence[peer] |= work.auditors[peer].evidence()
             if reason.startswith("lost") and name == SHARED:
@@ -324,8 +324,9 @@ class GroupMean:
     def reduce(self) -> str:
         """Reduce every slice; return the reason of a failure, or ""."""
         plan = self._plan
-        if len(plan.peers) == 1:
-            self.mean = self._met[plan.peers[0]].encoded[self._name]
+        if plan.is_sole:
+            (holder,) = set(plan.peers) - plan.replicas
+            self.mean = self._met[holder].encoded[self._name]
             return ""
         try:
             for reducer, messages in zip(plan.peers, plan.slices, strict=True):
@@ -356,5 +357,5 @@ class GroupMean:
         """Show a mean to the other members' auditors."""
         index, mean_N = self._plan.peers.index(reducer), decode_message(self._plan.format, message, self.mean[place])
         for peer, auditor in self.auditors.items():
-            if peer != reducer and self._met[peer].lie is None:
+            if peer != reducer and self._met[peer].lie is None and self._name in self._met[peer].encoded:
                 auditor.observe_mean(index, message, mean_N, self._met[peer].encoded[self._name])

@@ -46,7 +46,8 @@ class MemorySwarm:
         self.accused: set[tuple[int, str]] = set()
         self._mine: dict[VectorName, tuple[Version, Tensor]] = {}
         self._before: dict[VectorName, tuple[Version, Tensor]] = {}
-        self._pulled_bytes = self._averaged_bytes = 0
+        self._pulled_bytes = 0
+        self._averaged_bytes = 0, 0
         self._encoding = DeltaEncoding({})
         self._errors: dict[VectorName, Tensor] = {}
         self._held: tuple[int, ...] = ()
@@ -110,7 +111,8 @@ class MemorySwarm:
         votes = {"distrusts": self.bans.distrusted(last.round)}
         contribution = replace(contribution, member=contribution.member.model_copy(update=votes))
         member, encoded = self._encode(contribution)
-        if member.slots != self._held:  # the averager's process, too, reuses the buffers of slots that it gives back
+        # The averager's process, too, reuses the buffers of slots that it gives back.
+        if member.slots != self._held:
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
             self._held = member.slots
         if expected <= 1:
@@ -123,7 +125,8 @@ class MemorySwarm:
             self.accused |= {(last.round, peer) for peer in attempt.evidence}
         result = means_of(attempt, contribution, self._encoding)
         self._averaged = (result, attempt)
-        self._averaged_bytes += averaged_bytes(result, self._encoding)
+        received, sent = averaged_bytes(result, self.peer_id, self._encoding)
+        self._averaged_bytes = self._averaged_bytes[0] + received, self._averaged_bytes[1] + sent
         self._check_progress(contribution, result)
         return result
 
@@ -308,8 +311,8 @@ class MemorySwarm:
     # ------------------------------------------------------------------ the end
 
     def traffic(self) -> tuple[int, int]:
-        sent = self._hub.bytes_out[self.peer_id]
-        return self._pulled_bytes + self._averaged_bytes, sent + self._averaged_bytes
+        received, sent = self._averaged_bytes
+        return self._pulled_bytes + received, self._hub.bytes_out[self.peer_id] + sent
 
     def close(self) -> None:
         """Leave: stop renewing and serving. Records live on for a lease, as in a real swarm."""

@@ -33,6 +33,8 @@ MAX_BATCHES = 2**24
 MAX_TIMES_MEDIAN = 4
 """Largest request for data that counts, in medians of the voters' requests."""
 MAX_BANNED = 64
+MAX_KEPT = 128
+"""Slots that one peer replicates."""
 MAX_SENT = 64
 """Certificates in one message."""
 CONFIRMED_ROUNDS = 3
@@ -95,6 +97,8 @@ class MemberEntry(Document):
     """Tokens whose training the round's mean contains."""
     slots: tuple[Slot, ...] = Field(default=(), max_length=128)
     """Slots whose groups the member was in, ascending."""
+    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_KEPT)
+    """Slots that the member replicates, ascending."""
     calls_only: bool = False
     """The member opens connections but accepts none, so it proposes only if no voter accepts any."""
     batches: Batches = 0
@@ -218,11 +222,11 @@ class Confirmation(RoundStatement):
     """`roster_digest` of the attempt's members."""
     shared: Digest
     """Digest of the version of `shared` that the member would commit."""
-    slots: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
-    """The same for each of its slots."""
+    slots: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=256)
+    """The same for each slot that it holds or replicates."""
     revision: Revision = Revision()
     """The newest revision of the manifest that the member has read."""
-    kept: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
+    kept: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=256)
     """Digests of the kept forms of these versions, in runs whose slots have such."""
 
 
@@ -414,8 +418,8 @@ def decide_slots(
 ) -> tuple[SlotState, ...]:
     """Return the slots after a round: a slot changes if more than half of its voting holders confirm the same digests.
 
-    Where no holder votes, all holders count. A slot that does not change keeps its version, and its holders return
-    to it.
+    If no holder votes, the voting replicas that have a result count; if there are none, all holders. A slot that does
+    not change keeps its version, and its holders return to it.
     """
     confirmed = {
         each.peer_id: {slot: (digest, each.kept.get(slot)) for slot, digest in each.slots.items()}
@@ -423,12 +427,16 @@ def decide_slots(
     }
     slots = list(last.slots)
     holders_of: dict[int, list[str]] = defaultdict(list)
+    replicas_of: dict[int, list[str]] = defaultdict(list)
     for member in members:
         for slot in member.slots:
             holders_of[slot].append(member.peer_id)
+        for slot in member.keeps:
+            if member.peer_id in last.voters and str(slot) in confirmed.get(member.peer_id, {}):
+                replicas_of[slot].append(member.peer_id)
     for slot in range(len(slots)):
         holders = holders_of[slot]
-        counted = [peer for peer in holders if peer in last.voters] or holders
+        counted = [peer for peer in holders if peer in last.voters] or (holders and replicas_of[slot]) or holders
         votes = Counter(confirmed[peer][str(slot)] for peer in counted if str(slot) in confirmed.get(peer, {}))
         (digest, kept), count = max(votes.items(), key=lambda item: item[1], default=(("", None), 0))
         if 2 * count > len(counted):  # guard: slot-confirmed

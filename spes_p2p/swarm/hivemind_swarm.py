@@ -21,7 +21,7 @@ from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, means_of
 from spes_p2p.swarm.bans import Bans
-from spes_p2p.swarm.certificate import Body, known_peers, strangers
+from spes_p2p.swarm.certificate import MAX_KEPT, Body, known_peers, strangers
 from spes_p2p.swarm.consensus import FOLDER, Consensus
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
@@ -86,7 +86,7 @@ class HivemindSwarm:
         self._rounds = RoundConfig()
         self._vectors = Vectors()
         self._encoding = DeltaEncoding({})
-        self._averaged_bytes = 0
+        self._averaged_bytes = 0, 0
         self._directory = directory
         self._consensus: Consensus | None = None
         self._encoded_deltas: Mapping[VectorName, Tensor] | None = None
@@ -144,6 +144,7 @@ class HivemindSwarm:
                 run_id=self.node.run_id,
                 encoding=self._encoding,
                 max_slots=max_slots,
+                max_kept=min(vectors.num_slots, MAX_KEPT),
                 deadlines=rounds,
                 uplink_mbit=self._uplink_mbit,
                 guests=guests,
@@ -291,7 +292,8 @@ class HivemindSwarm:
         result = means_of(attempt, contribution, self._encoding)
         if attempt.roster and SHARED not in result.means:
             self._links_rest_until = time.monotonic() + LINKS_REST_SECONDS
-        self._averaged_bytes += averaged_bytes(result, self._encoding)
+        received, sent = averaged_bytes(result, self.peer_id, self._encoding)
+        self._averaged_bytes = self._averaged_bytes[0] + received, self._averaged_bytes[1] + sent
         self._averaged = (result, attempt)
         return result
 
@@ -480,7 +482,8 @@ class HivemindSwarm:
         return found
 
     def traffic(self) -> tuple[int, int]:
-        return self.exchange.bytes_in + self._averaged_bytes, self.exchange.server.bytes_out + self._averaged_bytes
+        received, sent = self._averaged_bytes
+        return self.exchange.bytes_in + received, self.exchange.server.bytes_out + sent
 
     def close(self) -> None:
         if self._consensus is not None:

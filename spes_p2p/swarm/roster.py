@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, model_validator
 
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.certificate import Batches, Body, MemberEntry, max_strangers, strangers
+from spes_p2p.swarm.certificate import MAX_KEPT, Batches, Body, MemberEntry, max_strangers, strangers
 from spes_p2p.swarm.invites import ShownInvite
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
@@ -51,6 +51,8 @@ class Member(Strict):
     """Tokens trained since then, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots that the member brings deltas of."""
+    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_KEPT)
+    """Slots whose certified weights the member has as a replica: it receives their means."""
     batches: Batches = 0
     """Batches of shared data that it asks for in the next round."""
     starts: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], Start] = Field(
@@ -65,11 +67,8 @@ class Member(Strict):
     """Duration of the member's last synchronisation, from entering to training again."""
     uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None  # guard: uplink-min
     """Upload limit in 10^6 bits per second."""
-    refreshes: bool = False
-    """The member fetches only some of the others' slots per round, so others do not count on it as a relay."""
     calls_only: bool = False
-    """The member runs in client mode: it takes no calls, so it relays nothing, and reduces only for peers that it is
-    connected to."""
+    """The member runs in client mode: it takes no calls, so it reduces only for peers that it is connected to."""
     links: tuple[PeerId, ...] = Field(default=(), max_length=MAX_STATED_LINKS)
     """Peers that a member in client mode is connected to."""
     invite: ShownInvite = ""
@@ -77,12 +76,12 @@ class Member(Strict):
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
     """Peers that the member has banned on its own evidence."""
 
-    @field_validator("slots")
-    @classmethod
-    def _has_each_once(cls, slots: tuple[int, ...]) -> tuple[int, ...]:
+    @model_validator(mode="after")
+    def _has_each_once(self) -> Member:
+        slots = (*self.slots, *self.keeps)
         if len(set(slots)) < len(slots):  # guard: entry-slots
             raise ValueError("a slot is named twice")
-        return slots
+        return self
 
     @classmethod
     def decode(cls, peer_id: str, data: str | bytes) -> Member:
@@ -130,21 +129,45 @@ class Roster(tuple[Member, ...]):
 
         `shared` holds every trusted member that starts from the last certificate. `slot-e` holds those of them that
         bring slot e from its certified version, or, if none has it any more, from the newest other version. If no
-        holder of a slot can be reached by all the others, only the first counts, because they could not average.
+        holder or replica of a slot can be reached by all the others, only the first holder counts, because they could
+        not average.
         """
+        return {name: peers for name, (peers, _) in self._groups.items()}
+
+    @cached_property
+    def replicas(self) -> Mapping[VectorName, tuple[str, ...]]:
+        """Ids of the members that receive the mean of each slot's group without being counted in it, ascending."""
+        return {name: peers for name, (_, peers) in self._groups.items() if peers}
+
+    @cached_property
+    def _groups(self) -> Mapping[VectorName, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """The groups, each with its replicas."""
         current = sorted(self._current, key=lambda member: member.peer_id)
         agreed = set(_with_one_start(current, SHARED))
         current = [member for member in current if member.peer_id in agreed]
-        groups = {SHARED: tuple(member.peer_id for member in current)}
+        groups: dict[VectorName, tuple[tuple[str, ...], tuple[str, ...]]] = {
+            SHARED: (tuple(member.peer_id for member in current), ())
+        }
         holders: dict[int, list[Member]] = {}
         for member in current:
             for slot in member.slots:
                 holders.setdefault(slot, []).append(member)
         for slot, holding in sorted(holders.items()):
-            peers = _with_one_start(holding, VectorName.of_slot(slot))
-            can_meet = any(self.is_reached(peer, peers) for peer in peers)
-            groups[VectorName.of_slot(slot)] = peers if can_meet else peers[:1]
+            name = VectorName.of_slot(slot)
+            peers = _with_one_start(holding, name)
+            is_certified = any(name not in member.starts for member in holding)
+            replicas = tuple(member.peer_id for member in current if slot in member.keeps and is_certified)
+            groups[name] = self._meeting(peers, replicas)
         return groups
+
+    def _meeting(self, peers: tuple[str, ...], replicas: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the holders and replicas of a slot that can average: one of them must be reached by all others."""
+        called = tuple(peer for peer in replicas if peer not in self._links)
+        for some in (replicas, called):
+            everybody = (*peers, *some)
+            if any(self.is_reached(peer, everybody) for peer in everybody):
+                return peers, some
+        return peers[:1], ()
 
     @cached_property
     def behind(self) -> tuple[str, ...]:
@@ -168,6 +191,7 @@ class Roster(tuple[Member, ...]):
                 peer_id=peer,
                 tokens=members[peer].tokens,
                 slots=tuple(sorted(held[peer])),
+                keeps=tuple(sorted(members[peer].keeps)),
                 calls_only=members[peer].calls_only,
                 batches=members[peer].batches,
             )
@@ -239,19 +263,24 @@ class Roster(tuple[Member, ...]):
         """Tell whether all other members of a group can open streams to a member of it."""
         return peer not in self._links or all(other == peer or self._is_linked(peer, other) for other in peers)
 
-    def reducing(self, peers: Sequence[str]) -> list[float]:
+    def reducing(self, peers: Sequence[str], replicas: Collection[str] = ()) -> list[float]:
         """Return the uplinks that count for the reduced shares of a group of these members.
 
-        A member that some other cannot reach reduces nothing. Nor do members that no certificate knows, so that they
-        cannot stop a round; unless only they could.
+        A member that some other cannot reach reduces nothing. Nor do replicas, and members that no certificate knows,
+        so that they cannot stop a round; unless only they could.
+
+        Args:
+            peers: The group's members, its replicas among them.
+            replicas: Its replicas.
         """
         able = [self._rates[peer] if self.is_reached(peer, peers) else 0.0 for peer in peers]
-        unknown = set(self._strangers)
-        links = [
-            0.0 if peer in unknown else link  # guard: strangers-reduce
-            for peer, link in zip(peers, able, strict=True)
-        ]
-        return links if any(links) else able
+        for spared in (replicas, self._strangers):
+            links = [
+                0.0 if peer in spared else link  # guard: strangers-reduce
+                for peer, link in zip(peers, able, strict=True)
+            ]
+            able = links if any(links) else able
+        return able
 
     @cached_property
     def usual_tokens(self) -> float:

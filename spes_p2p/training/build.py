@@ -117,7 +117,7 @@ def build_synchroniser(
         anchors=anchors,
         max_slots=max_slots,
         refresh_slots=machine.refresh_slots,
-        draw=(lambda name: drawn()[name]) if run.kept_form is not None else None,
+        draw=(lambda name: drawn()[name]) if not start_digests(run) else None,
         clock=trainer.clock,
     )
     return Synchroniser(swarm, run, held=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)

@@ -186,8 +186,7 @@ class LossGate:
         """Refuse a version, also as an anchor; its maker is suspect if it made it alone and the harm is clear."""
         held = self._sync.held
         version, makers = self._sync.swarm.versions()[held.form(name)], held.makers.get(name, ())
-        # A kept form has one digest, whoever signed it.
-        maker = makers[0] if version.codec == "coded" and len(makers) == 1 else version.author
+        maker = makers[0] if len(makers) == 1 else version.author
         log.warning(
             "round %d: %s of %s makes this model worse: %s; keeping the version before",
             *(version.round, name, maker[-6:], harm),

@@ -1,4 +1,4 @@
-"""What this peer holds of the model's slots, by its claims and the others'."""
+"""The slots that this peer trains and replicates, and what it stores of the model."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
-from spes_p2p.codecs.vectors import digest
+from spes_p2p.codecs.vectors import digest as digest_of
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import AbsentError, ExchangeError
-from spes_p2p.swarm.certificate import known_peers, max_strangers, strangers
+from spes_p2p.swarm.certificate import Body, known_peers, max_strangers, strangers
 from spes_p2p.swarm.claims import Claimant
 from spes_p2p.swarm.exchange.versions import Version, vector_names
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Roster
-from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.fetch_plan import FetchPlan, affordable, plan_fetch, preferred, replicas
+from spes_p2p.training.anchors import Anchors, start_digests
+from spes_p2p.training.holdings import affordable, keepers, preferred, sources, wanted
 from spes_p2p.training.round_work import StoredVectors
 
 log = logging.getLogger(__name__)
@@ -32,19 +31,19 @@ Having = Mapping[str, Mapping[VectorName, Version]]
 
 
 class HeldSlots:
-    """The slots that this peer claims, and their anchors.
+    """The slots that this peer claims, and what it stores of the model.
 
-    Of these slots, and of those that it keeps for others, a peer has the fp32 versions (*masters*). Of all others it
-    has the kept forms, if the run has such.
+    A peer stores the fp32 weights (*masters*) of the slots that it trains or replicates. Of the others it stores the
+    form in which they travel: the kept form, or the master itself if the run has no kept forms.
 
     Args:
         swarm: The peer's swarm.
         run: The run's settings.
         run_id: The run's name; seeds the allocation's lots.
-        anchors: This peer's anchors: held slots have one, other slots have none.
+        anchors: This peer's anchors: slots that it trains or replicates have one, other slots have none.
         max_slots: Slots that this peer can train.
         refresh_slots: Slots of others to fetch per round; None fetches all.
-        draw: Draws the bundle of a slot at the run's start, if the run has kept forms.
+        draw: Draws the bundle of a slot at the run's start, if that is its seed.
         clock: Seconds that pass; virtual for a virtual peer.
     """
 
@@ -76,8 +75,8 @@ class HeldSlots:
         self._max_slots = max_slots
         self._chosen_slots = max_slots
         self._num_slots = run.num_slots
-        self._has_kept = anchors.form is not None
-        self._names = vector_names(self._num_slots, has_kept=self._has_kept)
+        self._start = start_digests(run)
+        self._names = vector_names(self._num_slots, has_kept=anchors.form is not None)
         self._draw = draw
         self.run_id = run_id
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
@@ -86,7 +85,8 @@ class HeldSlots:
         self._checked_at = 0.0
         self._has_left = False
         self._missed: Counter[str] = Counter()
-        self._unloaded: set[VectorName] = set()  # weights that a failed `catch_up` has fetched, and the model lacks
+        self._kept_after: tuple[str, frozenset[int]] = "", frozenset()
+        self._unloaded: set[VectorName] = set()  # weights that have come, and the model lacks
 
     # ------------------------------------------------------------------ claims
 
@@ -192,18 +192,32 @@ class HeldSlots:
 
     # ------------------------------------------------------------------ slots
 
+    @property
+    def names(self) -> tuple[VectorName, ...]:
+        """Names of what this peer trains."""
+        return (SHARED, *map(VectorName.of_slot, self.slots))
+
+    @property
+    def keeps(self) -> tuple[int, ...]:
+        """The slots that this peer replicates, as the last certificate's members say, ascending."""
+        last = self._swarm.last()
+        if self._kept_after[0] != last.digest:
+            kept = keepers(last, self._run.round.copies)
+            self._kept_after = last.digest, frozenset(slot for slot in kept if self._swarm.peer_id in kept[slot])
+        return tuple(sorted(self._kept_after[1].difference(self.slots)))
+
     def resume(self, slots: Sequence[int]) -> None:
         """Claim again, before anything is allocated, what was held before a restart."""
         self.slots = tuple(sorted(slot for slot in slots if slot < self._num_slots))[: self._max_slots]
 
-    def rebalance(self, round: int) -> StoredVectors:
-        """Hold, after `round` is committed, what the claims allocate to this peer; return what the model needs."""
+    def rebalance(self) -> None:
+        """Hold, after a round is committed, what the claims allocate to this peer; `fetch` brings what that needs."""
         claims = self.trusted(self.claims())
         target = self._claimant.after_round(self.clock(), claims)
         if len(target) > self._chosen_slots:  # its owner has lowered the limit: others hold what it keeps least
             holders = Counter(slot for claim in claims.values() for slot in claim.slots)
             target = tuple(sorted(sorted(target, key=holders.__getitem__)[: self._chosen_slots]))
-        return self._hold(target)
+        self.hold(target)
 
     def rescue_orphans(self) -> StoredVectors:
         """Once per heartbeat, adopt slots that lost their last holder; return what the model needs."""
@@ -211,48 +225,168 @@ class HeldSlots:
             return StoredVectors()
         self._checked_at = self.clock()
         target = self._claimant.at_heartbeat(self._checked_at, self.trusted(self.claims()))
-        return self._hold(target) if target != self.slots else StoredVectors()
+        if target == self.slots:
+            return StoredVectors()
+        self.hold(target)
+        return self.fetch(only={*self.names} - {SHARED})
 
-    def _hold(self, target: Sequence[int]) -> StoredVectors:
-        """Hold `target`; weights, of released slots too, are the certified version, or the newest if none has that."""
-        new = [VectorName.of_slot(slot) for slot in sorted(set(target) - set(self.slots))]
-        old = [VectorName.of_slot(slot) for slot in sorted(set(self.slots) - set(target))]
-        missing = [name for name in map(VectorName.of_slot, sorted(set(target))) if name not in self._anchors.names]
-        if (new or old) and self.slots:
-            log.info("adopting slots %s, releasing slots %s", [n.slot for n in new], [n.slot for n in old])
-            self.fetch_newest({*new, *missing})  # a peer that resumes has the slots, and perhaps old versions of them
-        elif self._has_kept:
-            self.fetch_newest(missing)  # where slots travel as fp32 versions, the others' came when this peer joined
-        self._make_masters(missing)
-        for name in old:
-            self._anchors.forget(name)
-        released = StoredVectors([name for name in old if self.form(name) in self._swarm.versions()], self.load)
-        for name in missing:
-            self._anchors.set(name, self._swarm.mapped(name))
+    def hold(self, target: Sequence[int]) -> None:
+        """Train these slots from now on; the model takes a released slot in the form in which it travels."""
+        new, old = sorted(set(target) - set(self.slots)), sorted(set(self.slots) - set(target))
+        if self.slots and (new or old):
+            log.info("adopting slots %s, releasing slots %s", new, old)
+        self._unloaded |= {VectorName.of_slot(slot) for slot in (*new, *old)}
         self.slots = tuple(sorted(target))
-        return released | {name: self._anchors.weights(name) for name in missing}
 
-    def fetch_newest(self, names: Collection[VectorName]) -> StoredVectors:
-        """Fetch the versions that go with this peer's model, where it lacks them; return the vectors that came."""
-        lacking = [name for name in sorted(names) if not self._is_there(name)]
-        plan = self._plan(lacking, self._offers(self.others() if lacking else ()))
-        return self._pull(plan, 0) if plan.wanted else StoredVectors()
+    # ------------------------------------------------------------------ fetching
 
-    # ------------------------------------------------------------------ kept forms
+    def fetch(
+        self,
+        roster: Roster | None = None,
+        routed: Mapping[int, int] | None = None,
+        *,
+        peers: Sequence[str] | None = None,
+        only: Collection[VectorName] | None = None,
+    ) -> StoredVectors:
+        """Fetch what the last certificate names and this peer lacks; return the weights that the model lacks.
+
+        Args:
+            roster: Of the round that this peer has just committed: its members have what it made. Other versions come
+                from peers that list them.
+            routed: Tokens routed to each slot: fetch `refresh_slots` of the others' slots at most. None fetches all.
+            peers: Peers to ask for a list; by default those whose claims count.
+            only: Versions to fetch; by default all.
+
+        Raises:
+            AbsentError: a peer has `shared`, but it could not be fetched.
+        """
+        body = self._swarm.last()
+        lacking = self._lacking(body, None if routed is None else self.refreshed_slots, routed or {})
+        if only is not None:
+            lacking = {name: digest for name, digest in lacking.items() if name in only}
+        came = set[VectorName]()
+        fresh = self._sources(body, roster, lacking) if roster is not None else {}
+        if fresh:
+            came |= self._pull(fresh, {name: lacking[name] for name in fresh}, body.round)
+        older = {name: digest for name, digest in lacking.items() if name not in fresh}
+        if older:
+            found, digests = self._offered(older, self._offers(self.others() if peers is None else peers))
+            came |= self._pull(found, digests, 0) if found else set()
+            if SHARED in found and SHARED not in came:
+                self._unloaded |= {name.weights for name in came}
+                raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
+        self._unloaded |= {name.weights for name in came}
+        self._take_masters(came)
+        slots = [name.weights for name, digest in self.wanted(body).items() if name.slot is not None and digest]
+        self.stale_rounds = max(map(self._rounds_behind, slots), default=0)
+        changed, self._unloaded = sorted(self._unloaded), set()
+        return StoredVectors([name for name in changed if self.form(name) in self._swarm.versions()], self.load)
+
+    def catch_up(self, peers: Sequence[str], routed: Mapping[int, int] | None = None) -> StoredVectors:
+        """Take over the versions that the last certificate names, also from peers without a claim.
+
+        Args:
+            peers: To ask, beside peers that are here without a claim.
+            routed: Tokens routed to each slot, as `fetch` takes them.
+
+        Raises:
+            AbsentError: a peer has `shared`, but it could not be fetched.
+        """
+        asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-seeds
+        vectors = self.fetch(routed=routed, peers=asked)
+        if vectors:
+            log.info("caught up with round %d: fetched %d versions", self.certified_round(SHARED), len(vectors))
+        return vectors
+
+    def wanted(self, body: Body) -> dict[VectorName, str]:
+        """Return the digest of each version that this peer needs after a certificate (`holdings.wanted`)."""
+        masters = {*self.slots, *self.keeps}
+        return wanted(body, masters, has_forms=self._anchors.form is not None, start=self._start)
+
+    def _lacking(self, body: Body, budget: int | None, routed: Mapping[int, int]) -> dict[VectorName, str]:
+        """Return what this peer needs and neither has nor can draw, within the budget of others' slots."""
+        lacking: dict[VectorName, str] = {}
+        for name, digest in self.wanted(body).items():
+            is_drawn = not digest and name.slot in self.slots and self._draw is not None
+            if not (self._is_here(name, digest) or is_drawn):
+                lacking[name] = digest
+        behind = {name: self._rounds_behind(name.weights) for name in lacking}
+        chosen = affordable(behind, routed, budget, {*self.slots, *self.keeps})
+        return {name: digest for name, digest in lacking.items() if name in chosen}
+
+    def _sources(self, body: Body, roster: Roster, lacking: Collection[VectorName]) -> dict[VectorName, list[str]]:
+        """Return the peers to ask for each lacking version that the last round made."""
+        me, uplinks = self._swarm.peer_id, roster.uplinks_to(self._swarm.peer_id)
+        self.makers = makers_of(body, me)
+        return {
+            name: sources(me, name, self.makers[name.weights], body, uplinks)
+            for name in lacking
+            if name.weights in self.makers
+        }
+
+    def _offers(self, peers: Sequence[str]) -> Having:
+        """Ask peers which versions of this run's vectors they have; other names are left out."""
+        offers = self._swarm.inventory(peers) if peers else {}
+        return {
+            peer: {
+                VectorName(name): version
+                for name, version in offered.items()
+                if name in self._names  # guard: strange-offer
+            }
+            for peer, offered in offers.items()
+        }
+
+    def _offered(
+        self, lacking: Mapping[VectorName, str], offers: Having
+    ) -> tuple[dict[VectorName, list[str]], dict[VectorName, str]]:
+        """Return whom to ask for which version: of a lost one the newest other, of equally new ones the most frequent.
+
+        A version is lost if half of the peers that the last certificate knows have answered, and none has it.
+        """
+        known = known_peers(self._swarm.last()) - {self._swarm.peer_id}
+        has_asked_half = 2 * len(offers.keys() & known) >= len(known)
+        lost, found, digests = set(self.lost), dict[VectorName, list[str]](), dict[VectorName, str]()
+        for name, digest in lacking.items():
+            offered = {peer: versions[name] for peer, versions in offers.items() if name in versions}
+            having = [peer for peer, version in offered.items() if _is(version, digest)]
+            if having:
+                lost.discard(name)
+            elif digest and has_asked_half:  # guard: lost-version
+                lost.add(name)
+            mine = self._swarm.versions().get(name)
+            newer = {p: v for p, v in offered.items() if p in having or (name in lost and is_newer(v, mine))}
+            states = Counter((newer[peer].round, newer[peer].digest) for peer in having or newer)
+            if states:
+                best = min(states, key=lambda state: (-state[0], -states[state], state[1]))
+                peers = [peer for peer in having or newer if newer[peer].digest == best[1]]
+                found[name], digests[name] = preferred(self._swarm.peer_id, name, peers), best[1]
+        self.lost = frozenset(lost)
+        return found, digests
+
+    def _pull(
+        self, peers: Mapping[VectorName, Sequence[str]], digests: Mapping[VectorName, str], min_round: int
+    ) -> set[VectorName]:
+        """Fetch versions as `Swarm.pull` does; return those that came, and log the others."""
+        failures = self._swarm.pull(
+            peers, min_round=min_round, timeout=self._run.round.exchange_seconds, digests=digests
+        )
+        for reason, names in by_reason(failures).items():
+            log.warning("could not fetch %s: %s", names, reason, extra={"heals": True})
+        return {name for name in peers if name not in failures}
+
+    # ------------------------------------------------------------------ masters and kept forms
 
     def form(self, name: VectorName) -> VectorName:
-        """Return the version that this peer's model has of some weights: of slots of others, the kept form."""
-        return name.kept if self._has_kept and name.slot is not None and name not in self._anchors.names else name
-
-    def _is_there(self, name: VectorName) -> bool:
-        """Tell whether the weights that count are here, or this peer can draw them."""
-        return self.is_certified(name) or (self._has_kept and name.slot is not None and not self.certified_digest(name))
+        """Return the name under which this peer's model takes some weights: of slots of others, the kept form."""
+        is_others = name.slot is not None and name.slot not in self.slots
+        return name.kept if is_others and self._anchors.form is not None else name
 
     def publish_initial(self, name: VectorName, bundle: Tensor) -> None:
-        """Publish a vector of the run's start; of a slot only the kept form, if the run has such."""
-        if self.form(name) != name:
-            name, bundle = name.kept, self._anchors.kept_form(name, bundle)
-        self._swarm.publish(0, {name: bundle})
+        """Publish a vector of the run's start, of a slot also the kept form; of others' slots that alone."""
+        bundles = {name: bundle} if self.form(name) == name else {}
+        if name.slot is not None and self._anchors.form is not None:
+            bundles[name.kept] = self._anchors.kept_form(name, bundle)
+        self._swarm.publish(0, bundles)
 
     def common_weights(self, name: VectorName) -> Tensor:
         """Return a slot's weights as all peers have them."""
@@ -260,14 +394,29 @@ class HeldSlots:
             return self.load(name)
         return self._anchors.form.values(self._swarm.load(name.kept))
 
+    def _take_masters(self, came: Collection[VectorName]) -> None:
+        """Make the masters and kept forms that have to be made, and take masters as anchors; forget all others."""
+        self._make_kept(came)
+        self._make_masters(map(VectorName.of_slot, self.slots))
+        mine = self._swarm.versions()
+        self.slots = tuple(slot for slot in self.slots if VectorName.of_slot(slot) in mine)
+        keeps = [name for name in map(VectorName.of_slot, self.keeps) if self.is_certified(name)]
+        masters = [name for name in (*self.names, *keeps) if name in mine]
+        for name in set(self._anchors.names) - set(masters):
+            self._anchors.forget(name)
+        for name in masters:
+            if name in came or name not in self._anchors.names:
+                self._anchors.set(name, self._swarm.mapped(name))
+        self._drop_masters()
+
     def _make_masters(self, names: Iterable[VectorName]) -> None:
         """Make the masters that no peer has: of the run's start, or of the kept form that is newer than any master."""
-        for name in names if self._has_kept else ():
+        for name in names:
             mine = self._swarm.versions()
-            if self._is_there(name):
-                if not self.is_certified(name):
-                    assert self._draw is not None
-                    self._swarm.publish(0, {name: self._draw(name)})
+            if self.is_certified(name):
+                continue
+            if not self.certified_digest(name) and self._draw is not None:
+                self._swarm.publish(0, {name: self._draw(name)})
             elif name.kept in mine and (name not in mine or name in self.lost):
                 round = mine[name.kept].round
                 if name in mine and mine[name].round >= round:
@@ -280,12 +429,12 @@ class HeldSlots:
 
     def _make_kept(self, names: Iterable[VectorName]) -> None:
         """Make the kept forms of masters that have come; refuse a certified one that does not follow from them."""
-        for name in names if self._has_kept else ():
+        for name in names if self._anchors.form is not None else ():
             if name.slot is None or name.is_kept or self.is_certified(name.kept) or not self.is_certified(name):
                 continue
             form = self._anchors.kept_form(name, self._swarm.load(name))
             said = self.certified_digest(name.kept)
-            if said in ("", digest(form)):
+            if said in ("", digest_of(form)):
                 self._swarm.publish(self.certified_round(name), {name.kept: form})
                 continue
             makers = self.makers.get(name, ())
@@ -296,19 +445,21 @@ class HeldSlots:
             )
             self._swarm.refuse(name.kept, dict.fromkeys(makers, harm), said)  # guard: kept-follows
 
-    def _drop_masters(self, kept: Collection[VectorName], roster: Roster) -> None:
-        """Delete the masters of slots that other members hold, unless this peer is to keep them."""
-        for name in map(VectorName.of_slot, range(self._num_slots)):
-            is_elsewhere = name in roster.groups and name not in (*kept, *self._anchors.names)
-            # A slot that the round left as it was may have lost its holder, and no new keeper has it yet.
-            if is_elsewhere and name in self._swarm.versions() and not self.is_certified(name):  # guard: last-master
+    def _drop_masters(self) -> None:
+        """Delete the masters of slots that other members hold, unless this peer trains or replicates them."""
+        if self._anchors.form is None:
+            return
+        held = {slot for member in self._swarm.last().members for slot in member.slots}
+        for name in map(VectorName.of_slot, held.difference(self.slots, self.keeps)):
+            # A slot that the round left as it was may have lost its holder, and no new replica has it yet.
+            if name in self._swarm.versions() and not self.is_certified(name):  # guard: last-master
                 self._swarm.delete(name)
 
     def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
         """Refuse the newest version of a slot, also as this peer's anchor; the version before it counts again here."""
         mine, form = self._swarm.versions(), self.form(name)
         self._swarm.refuse(form, suspects)
-        for other in {name, name.kept} - {form} if self._has_kept else ():
+        for other in {name, name.kept} - {form} if self._anchors.form is not None else ():
             if other in mine and mine[other].round == mine[form].round:
                 self._swarm.refuse(other, suspects)
         if name in self._anchors.names:  # guard: refused-anchor
@@ -327,9 +478,9 @@ class HeldSlots:
         """Return the digest of the version of a vector's weights that counts; empty for that of the run's start."""
         last = self._swarm.last()
         if name.slot is None:
-            return last.shared
+            return last.shared or self._start.get(name, "")
         state = last.slots[name.slot]
-        return (state.kept or "") if name.is_kept else state.digest
+        return ((state.kept or "") if name.is_kept else state.digest) or self._start.get(name, "")
 
     def certified_round(self, name: VectorName) -> int:
         """Return the round of that version."""
@@ -338,11 +489,11 @@ class HeldSlots:
 
     def is_certified(self, name: VectorName) -> bool:
         """Tell whether this peer's newest version of a vector's weights is the one that counts."""
+        return self._is_here(name, self.certified_digest(name))
+
+    def _is_here(self, name: VectorName, digest: str) -> bool:
         mine = self._swarm.versions().get(name)
-        if mine is None:
-            return False
-        said = self.certified_digest(name)
-        return mine.digest == said if said else mine.round == 0
+        return mine is not None and _is(mine, digest)
 
     def model_round(self) -> int:
         """Return the round that this peer trains from: the last one, unless it lacks what others have of it.
@@ -363,150 +514,30 @@ class HeldSlots:
         mine = self._swarm.versions()
         return {
             name: (mine[name].round, mine[name].digest)
-            for name in self._anchors.names
+            for name in self.names
             if name in self.lost and name in mine and not self.is_certified(name)
         }
 
     def usable(self) -> list[VectorName]:
         """Return the anchors that deltas may start from: certified, or of a vector whose certified version is lost."""
-        return [name for name in self._anchors.names if self.is_certified(name) or name in self.lost]
+        return [name for name in self.names if name in self._anchors.names and self._may_start(name)]
+
+    def _may_start(self, name: VectorName) -> bool:
+        return self.is_certified(name) or name in self.lost
+
+    def replicated(self) -> tuple[int, ...]:
+        """Return the slots that this peer replicates, and has the certified version of."""
+        return tuple(slot for slot in self.keeps if VectorName.of_slot(slot) in self._anchors.names)
 
     @property
     def is_astray(self) -> bool:
         """Whether this peer's model is not the certified one: it is behind, or its branch of a fork was given up."""
         return SHARED in self._anchors.names and SHARED not in self.usable()
 
-    def _plan(self, names: Sequence[VectorName], offers: Having) -> FetchPlan:
-        """Return what to fetch of these vectors; remember which ones no peer has any more."""
-        me, last = self._swarm.peer_id, self._swarm.last()
-        known = known_peers(last) - {me}
-        num_answers = len(offers.keys() & known)
-        wanted: dict[VectorName, list[str]] = {}
-        digests: dict[VectorName, str] = {}
-        lost = set(self.lost)
-        for name in names:
-            certified = [peer for peer, offered in offers.items() if self._is_wanted(name, offered.get(name))]
-            if certified:
-                lost.discard(name)
-            elif 2 * num_answers >= len(known):  # guard: lost-version
-                lost.add(name)  # the newest other version goes on
-            having = certified or [peer for peer, offered in offers.items() if name in lost and name in offered]
-            states = Counter((offers[peer][name].round, offers[peer][name].digest) for peer in having)
-            if not states:
-                continue
-            # Of a lost version, the newest; of equally new ones the most frequent.
-            best = min(states, key=lambda state: (-state[0], -states[state], state[1]))
-            mine = self._swarm.versions().get(name)
-            if mine is None or (certified and mine.digest != best[1]) or mine.round < best[0]:
-                wanted[name] = preferred(me, name, [peer for peer in having if offers[peer][name].digest == best[1]])
-                digests[name] = best[1]
-        self.lost = frozenset(lost)
-        return FetchPlan(wanted, digests=digests)
-
-    def _is_wanted(self, name: VectorName, version: Version | None) -> bool:
-        if version is None:
-            return False
-        said = self.certified_digest(name)
-        return version.digest == said if said else version.round == 0
-
-    # ------------------------------------------------------------------ versions
-
-    def fetch(
-        self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
-    ) -> StoredVectors:
-        """Fetch the others' slots of which this peer lacks what counts, within `refresh_slots`; return their vectors.
-
-        Versions that this peer keeps as a replica come with them, and stay on disk.
-
-        Args:
-            roster: Of the averaging that made them.
-            round: The round just committed.
-            published: Versions of it that this peer made itself.
-            routed: Tokens that this peer routed to each slot since the last round.
-        """
-        me = self._swarm.peer_id
-        makers = {
-            name: [peer for peer in peers if peer != me]
-            for name, peers in roster.groups.items()
-            if name in self._names  # guard: strange-slot
-            and name not in published
-            and self.certified_round(name) == round
-        }
-        self.makers = {name: peers for name, peers in makers.items() if peers}
-        keepers = replicas(roster.groups, self._run.round.copies, roster.uplinks)
-        kept = {name for name in self.makers if me in keepers.get(name, ())}
-        missed = self._missed_versions() - self.makers.keys()
-        behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in (*self.makers, *missed)}
-        chosen = affordable(behind, routed, self.refreshed_slots, self._anchors.names) | kept
-        masters = {name for name in chosen if name in kept or self.form(name) == name} if self._has_kept else None
-        plan = plan_fetch(me, roster, self.makers, chosen - missed, keepers, masters=masters)
-        digests = {name: self.certified_digest(name) for name in plan.wanted}
-        vectors = self._pull(replace(plan, digests=digests), round)
-        vectors |= self.fetch_newest({self.form(name) for name in missed & chosen})
-        if self._has_kept:
-            self._drop_masters({name for name, peers in keepers.items() if me in peers}, roster)
-        self._keep_orphans(roster)
-        self.stale_rounds = max((self._rounds_behind(name, self.certified_round(name)) for name in behind), default=0)
-        return vectors
-
-    def _missed_versions(self) -> set[VectorName]:
-        """Return the slots of others whose version here is not the one that counts."""
-        slots = set(map(VectorName.of_slot, range(self._num_slots))) - set(self._anchors.names)
-        return {name for name in slots if self.certified_digest(name) and not self.is_certified(self.form(name))}
-
-    def _keep_orphans(self, roster: Roster) -> None:
-        """Fetch the masters of slots that no member holds, if this peer is one of those that are to keep them.
-
-        Their last holder has left, and serves them until another peer has them; the members may have no room for them.
-        """
-        slots = map(VectorName.of_slot, range(self._num_slots))
-        taken = roster.groups.keys() | set(self._anchors.names)
-        orphans = [name for name in slots if name not in taken and self.certified_digest(name)]
-        groups = {SHARED: roster.groups.get(SHARED, ()), **dict.fromkeys(orphans, ())}
-        keepers = replicas(groups, self._run.round.copies, roster.uplinks)
-        mine = [name for name in orphans if self._swarm.peer_id in keepers.get(name, ())]
-        offers = self._offers(self.others()) if mine else {}
-        lacking = [
-            name
-            for name in mine
-            if not self.is_certified(name)
-            and any(self._is_wanted(name, offered.get(name)) for offered in offers.values())
-        ]
-        plan = self._plan(lacking, offers)
-        if plan.wanted:
-            self._pull(plan, 0)
-
-    def _rounds_behind(self, name: VectorName, round: int) -> int:
-        """Return the rounds between `round` and the version held here; a version ahead must be fetched as well."""
-        mine, name = self._swarm.versions(), name if name.is_kept else self.form(name)
-        return abs(round - mine[name].round) if name in mine else round + 1
-
-    def _offers(self, peers: Sequence[str]) -> Having:
-        """Ask peers which versions of this run's vectors they have; other names are left out."""
-        offers = self._swarm.inventory(peers) if peers else {}
-        return {
-            peer: {
-                VectorName(name): version
-                for name, version in offered.items()
-                if name in self._names  # guard: strange-offer
-            }
-            for peer, offered in offers.items()
-        }
-
-    def _pull(self, plan: FetchPlan, min_round: int) -> StoredVectors:
-        """Fetch versions as `Swarm.pull` does; return the vectors that came, and log the others."""
-        failures = self._swarm.pull(
-            plan.wanted,
-            min_round=min_round,
-            timeout=self._run.round.exchange_seconds,
-            authors=plan.authors or None,  # guard: makers-signature
-            digests=plan.digests or None,
-        )
-        for reason, names in by_reason(failures).items():
-            log.warning("could not fetch %s: %s", names, reason, extra={"heals": True})
-        came = [name for name in plan.wanted if name not in failures]
-        self._make_kept(came)
-        return StoredVectors([name.weights for name in came], self.load)
+    def _rounds_behind(self, name: VectorName) -> int:
+        """Return the rounds between the certified version and the one held here; one ahead must be fetched as well."""
+        mine, form, round = self._swarm.versions(), self.form(name), self.certified_round(name)
+        return abs(round - mine[form].round) if form in mine else round + 1
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         """Return the weights of this peer's newest version of a vector, or of the one before it.
@@ -517,7 +548,7 @@ class HeldSlots:
         try:
             bundle = self._swarm.load(form, before=before)
         except ExchangeError:
-            if not (before and self._has_kept and form == name and name.slot is not None):
+            if not (before and self._anchors.form is not None and form == name and name.slot is not None):
                 raise
             bundle = self._anchors.from_kept(name, self._swarm.load(name.kept, before=True))  # it was just adopted
         if not form.is_weights:
@@ -525,36 +556,25 @@ class HeldSlots:
         weights, momentum = self._anchors.split(name, bundle)
         return weights if momentum is None else weights.clone()
 
-    def catch_up(self, peers: Sequence[str], routed: Mapping[int, int] | None = None) -> StoredVectors:
-        """Take over the versions that the last certificate names; return the vectors that changed.
 
-        Args:
-            peers: To ask, beside peers that are here without a claim.
-            routed: Tokens routed to each slot: fetch no more of the others' slots than in any round; None fetches all.
+def _is(version: Version, digest: str) -> bool:
+    """Check whether a version is the one with a digest; without one, that of the run's start."""
+    return version.digest == digest if digest else version.round == 0
 
-        Raises:
-            AbsentError: a peer has `shared`, but it could not be fetched.
-        """
-        asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-seeds
-        weights = [SHARED, *map(self.form, map(VectorName.of_slot, range(self._num_slots)))]
-        plan = self._plan([name for name in weights if not self.is_certified(name)], self._offers(asked))
-        behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in plan.wanted}
-        budget = None if routed is None else self.refreshed_slots
-        chosen = affordable(behind, routed or {}, budget, self._anchors.names)
-        wanted = {name: peers for name, peers in plan.wanted.items() if name in chosen}
-        vectors = self._pull(replace(plan, wanted=wanted), 0) if wanted else StoredVectors()
-        self._unloaded |= set(vectors)
-        if SHARED in wanted and SHARED not in vectors:
-            raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
-        self._make_masters(name for name in self._anchors.names if name != SHARED)
-        for name in self._anchors.names:
-            self._anchors.set(name, self._swarm.mapped(name))
-        if wanted:
-            round = self._swarm.versions()[SHARED].round
-            log.info("caught up with round %d: fetched %d of %d versions", round, len(vectors), len(wanted))
-        vectors |= StoredVectors(self._unloaded, self.load)
-        self._unloaded = set()
-        return vectors
+
+def is_newer(version: Version, mine: Version | None) -> bool:
+    """Check whether a version is of a later round than this peer's."""
+    return mine is None or version.round > mine.round
+
+
+def makers_of(body: Body, me: str) -> dict[VectorName, list[str]]:
+    """Return the other peers that made each slot's version, of the slots that a round has changed."""
+    made = {slot for slot, state in enumerate(body.slots) if state.round == body.round}
+    makers: dict[VectorName, list[str]] = {}
+    for member in body.members:
+        for slot in made.intersection(member.slots) if member.peer_id != me else ():
+            makers.setdefault(VectorName.of_slot(slot), []).append(member.peer_id)
+    return makers
 
 
 def active_of(claims: Mapping[str, Claim]) -> list[str]:

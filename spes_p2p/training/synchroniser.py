@@ -116,8 +116,8 @@ class Synchroniser:
         self._fetch_newest()
         self._publish_initial(model, initial)
         self.round = self.held.model_round()
-        self.anchors.set(SHARED, self.swarm.mapped(SHARED))
-        self.held.rebalance(self.round)
+        self.held.rebalance()
+        self.held.fetch()
         log.info("entered the run at round %d: fetched %.1f MB", self.round, (self.swarm.traffic()[0] - received) / 1e6)
         self._announce(0.0)
         self._expected_since = self.swarm.now()
@@ -253,7 +253,9 @@ class Synchroniser:
         ends_at: float | None = None
         if body is not None and staged.digests.get(SHARED) == body.shared:
             own = _certified(body, staged)
-            vectors = self._commit(body, result, staged, own, work.routed)
+            vectors = self._commit(body, result, staged, own)
+            self.held.rebalance()
+            vectors |= self.held.fetch(result.roster, work.routed)
             ends_at = body.ends_at
         else:
             self.swarm.settle(result, ())
@@ -266,15 +268,17 @@ class Synchroniser:
                 # Alone, it has made a certified round again, to another result: after another device or optimizer.
                 log.warning("round %d: the certified result is lost; going on from the round before", body.round)
                 self.round = body.round
+            self.held.rebalance()
+            vectors |= self.held.fetch(only=[name for name in self.held.names if name != SHARED])
         if work.tokens:
             reasons = dict.fromkeys(staged.bundles.keys() - set(own), "the round's certificate names another version")
             for reason, names in by_reason({**reasons, **result.dropped}).items():
                 log.warning("round %d: dropped %s: %s", self.round + (not own), names, reason)
-        self.stats = SyncStats.of(result, len(own), self.held.clock() - averaged, self.held.stale_rounds)
-        vectors |= self.held.rebalance(self.round)  # before the loss gate judges what was fetched
+        committed = len(set(own).intersection(work.vectors or self.held.names))
+        self.stats = SyncStats.of(result, committed, self.held.clock() - averaged, self.held.stale_rounds)
         # Slots may just have been released.
-        vectors = vectors.only(lambda name: name.is_weights or name.weights in self.anchors.names)
-        vectors |= {name: self.anchors.weights(name) for name in self.anchors.names}
+        vectors = vectors.only(lambda name: name.is_weights or name.weights in self.held.names)
+        vectors |= {name: self.anchors.weights(name) for name in self.held.names}
         ends_at = ends_at or self._next_end(result, self.round + 1)
         self._announce(ends_at)
         self._synced.append(min(self.swarm.now() - began, 3600.0))
@@ -385,15 +389,15 @@ class Synchroniser:
             previous=last.digest,
             tokens=clamp_tokens(work.tokens, work.tokens_per_second, work.seconds),
             slots=tuple(slot for slot in self.held.slots if VectorName.of_slot(slot) in usable),
+            keeps=self.held.replicated(),
             batches=batches_to_ask(self._run, self.round + 1, work.batches),
             starts=dict(self.held.starts()),
             tokens_per_second=work.places_per_second if self._run.round.samples else work.tokens_per_second,
             ready_at=began,
             sync_seconds=statistics.median(self._synced or (0.0,)),  # a single stall does not lengthen the next rounds
             uplink_mbit=self._machine.uplink_mbit,
-            refreshes=self.held.refreshed_slots is not None,
         )
-        own = work.vectors or StoredVectors(self.anchors.names, self.anchors.weights)
+        own = work.vectors or StoredVectors(usable, self.anchors.weights)
         overwrites = bool(work.vectors)
         moments = work.moments if self.anchors.averages_moments(self.round + 1) else {}
 
@@ -406,15 +410,10 @@ class Synchroniser:
         is_read = isinstance(own, StoredVectors)
         return Contribution(member, StoredVectors(names, delta) if is_read else {name: delta(name) for name in names})
 
-    def _commit(
-        self, body: Body, result: RoundResult, staged: Staged, own: Sequence[VectorName], routed: Mapping[int, int]
-    ) -> StoredVectors:
-        """Take what the certificate names as the anchors, publish it, and fetch the others' versions.
+    def _commit(self, body: Body, result: RoundResult, staged: Staged, own: Sequence[VectorName]) -> StoredVectors:
+        """Take what the certificate names as the anchors, and publish it; return what the model needs of it.
 
         A group that was dropped stays at its anchor.
-
-        Returns:
-            What changed.
         """
         self.round = body.round
         moments = {name.moments: staged.moments[name.moments] for name in own if name.moments in staged.moments}
@@ -424,13 +423,7 @@ class Synchroniser:
         for name in own:
             self.anchors.set(name, self.swarm.mapped(name))
         self.swarm.settle(result, own)
-        fetched = self.held.fetch(result.roster, body.round, own, routed)
-        # Slots held here whose other holders have confirmed another result, or whose certified version is missing.
-        astray = [name for name in self.anchors.names if name not in own]
-        fetched |= self.held.fetch_newest(astray)
-        for name in set(astray) & set(fetched):
-            self.anchors.set(name, self.swarm.mapped(name))
-        return fetched | moments
+        return StoredVectors(own, self.held.load) | moments
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
         if not merge_alpha(self._run.merge, round):
@@ -438,7 +431,8 @@ class Synchroniser:
         of_slot, versions = VectorName.of_slot, self.swarm.versions()
         slots = [slot for slot in range(self._run.num_slots) if self.held.form(of_slot(slot)) in versions]
         weights = {slot: self.held.common_weights(of_slot(slot)) for slot in slots}
-        return merge_shifts(self._run.merge, round, self._layout, weights, self.held.slots)
+        stepped = (*self.held.slots, *self.held.replicated())
+        return merge_shifts(self._run.merge, round, self._layout, weights, stepped)
 
     def _next_end(self, result: RoundResult, round: int) -> float:
         """Return the DHT time at which a round's training ends: by the roster, or as announced if it met none.

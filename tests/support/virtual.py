@@ -11,7 +11,7 @@ from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, Tra
 from spes_p2p.sim import simulator
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.certificate import Body, SlotState
+from spes_p2p.swarm.certificate import Body, MemberEntry, SlotState
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import VectorName
@@ -101,7 +101,13 @@ def peer_id(index: int) -> str:
 
 
 def certify(
-    hub: MemoryHub, round: int, versions: Iterable[Version] = (), *, voters: Sequence[str] = (), ends_at: float = 0.0
+    hub: MemoryHub,
+    round: int,
+    versions: Iterable[Version] = (),
+    *,
+    voters: Sequence[str] = (),
+    ends_at: float = 0.0,
+    members: Sequence[MemberEntry] = (),
 ) -> Body:
     """Make a certificate of this round the hub's last one; those before it have the same voters.
 
@@ -111,6 +117,7 @@ def certify(
         versions: The versions that the certificate names.
         voters: Those of the last certificate by default.
         ends_at: DHT time at which the next round's training ends.
+        members: Members of the last round.
     """
     named = {version.name: version for version in versions}
     while (last := hub.bodies[-1]).round < round:
@@ -126,7 +133,7 @@ def certify(
                 if name.is_weights and name.slot is not None:
                     slots[name.slot] = SlotState(round=version.round, digest=version.digest)
             shared = named["shared"].digest if "shared" in named else last.shared
-            fields |= {"shared": shared, "slots": tuple(slots), "ends_at": ends_at}
+            fields |= {"shared": shared, "slots": tuple(slots), "ends_at": ends_at, "members": tuple(members)}
         hub.bodies.append(Body(**fields))
     return hub.bodies[-1]
 

@@ -216,14 +216,14 @@ def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
         }
     )
     theirs = Setup.of(run, MachineConfig(), None)
-    kept = {"averaged_moments": 2, "kept_moments": 1, "copies": 2, "kept": "int8"}
+    kept = {"averaged_moments": 2, "copies": 2, "kept": "int8"}
     assert theirs == Setup("int8", "muon", outer_momentum=True, merges=True, **kept)
     setup = Setup.of(RunConfig(), MachineConfig(refresh_slots=5), None)
     assert (setup.outer_momentum, setup.refresh_slots) == (False, 5)
     assert Setup.of(run, MachineConfig(micro_batch_size=2), None).accumulates
     exact = RunConfig(frozen_storage="fp32")
     own = Setup.of(exact, MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
-    assert own == Setup("nf4", "adamw8bit", averaged_moments=2, kept_moments=2, copies=2)
+    assert own == Setup("nf4", "adamw8bit", averaged_moments=2, copies=2)
 
 
 def test_vectors_are_those_that_a_round_holds() -> None:
@@ -315,10 +315,10 @@ def test_what_is_offered_fits_with_the_settings_it_names() -> None:
 
 def test_disk_holds_the_outer_momentum_and_what_codecs_round_off() -> None:
     plain = Setup("fp32", averaged_moments=0)
-    assert disk_bytes(SIZE, 2, 1, plain) == 4 * (3400 + 5 * 1600)
-    assert disk_bytes(SIZE, 2, 2, replace(plain, outer_momentum=True)) == 2 * 4 * (6800 + 5 * 1600)
-    assert disk_bytes(SIZE, 2, 1, replace(plain, codecs=CodecConfig(shared="int4"))) == 4 * (3400 + 5 * 1600 + 1000)
-    assert disk_bytes(SIZE, 2, 1, replace(plain, kept="bf16")) == 4 * (1000 + 4 * 300 + 5 * 1600) + 2 * 8 * 300
+    assert disk_bytes(SIZE, 2, 1, plain) == 4 * (3400 + 3 * 1600)
+    assert disk_bytes(SIZE, 2, 2, replace(plain, outer_momentum=True)) == 2 * 4 * (6800 + 3 * 1600)
+    assert disk_bytes(SIZE, 2, 1, replace(plain, codecs=CodecConfig(shared="int4"))) == 4 * (3400 + 3 * 1600 + 1000)
+    assert disk_bytes(SIZE, 2, 1, replace(plain, kept="bf16")) == 4 * (1000 + 4 * 300 + 3 * 1600) + 2 * 8 * 300
 
 
 def test_eight_bit_adamw_is_not_offered_to_ranks_that_have_parts() -> None:

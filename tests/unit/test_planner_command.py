@@ -49,7 +49,8 @@ def test_says_what_a_peer_needs_by_part(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_optimizer_and_the_storage_are_the_machines_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
-    text = planned(capsys, *SEVEN, "--slots", "1", "--storage", "int8", "--inner-optimizer", "adamw8bit")
+    machine = ["--storage", "int8", "--inner-optimizer", "adamw8bit"]
+    text = planned(capsys, *SEVEN, "--run.frozen-storage", "fp32", "--slots", "1", *machine)
     assert row(text, "optimizer state, adamw8bit") == [2.22] and row(text, "frozen experts, int8")[-1] == 6.44
 
 
@@ -66,10 +67,10 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.C
     text = planned(capsys, *flags)
     assert "Mbit/s" not in text
     up, down = row(text, "= in all")
-    assert up == down == pytest.approx(25.08)
+    assert up == down == pytest.approx(13.60)
     text = planned(capsys, *flags, "--uplink-mbit", "100", "--downlink-mbit", "1000")
     averaging, fetching = row(text, "averaging the shared parameters")[0], row(text, "fetching others'")[0]
-    fetching += row(text, "keeping copies")[0]
+    averaging += row(text, "keeping copies")[0]
     assert row(text, "averaging  ")[0] == pytest.approx(averaging * 80, rel=0.01)
     assert row(text, "fetching  ")[0] == pytest.approx(fetching * 80, rel=0.01)
     assert re.search(r"training +unknown +--tokens-per-second", text)
@@ -88,7 +89,7 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.C
 )
 def test_says_how_long_rounds_must_be_for_the_links(capsys: pytest.CaptureFixture[str], rounds: list[str]) -> None:
     """With the flags that it names, the share of training is as it says."""
-    link = ["--slots", "8", "--peers", "4", "--uplink-mbit", "400", "--tokens-per-second", "700", *rounds]
+    link = ["--slots", "8", "--peers", "4", "--uplink-mbit", "200", "--tokens-per-second", "700", *rounds]
     text = planned(capsys, *SEVEN, *link)
     found = re.search(r"rounds that train 97% of their time +(--.+)", text)
     assert found is not None and int(re.findall(r"(\d+)% of the round", text)[0]) < 97
@@ -110,8 +111,8 @@ def test_a_round_is_held_against_spess_star(capsys: pytest.CaptureFixture[str]) 
     text = planned(capsys, *flags)
     assert row(text, "SPES's star in fp32, each of its peers") == [10.01, 29.33]
     assert row(text, "- and its server") == [117.0, 40.02]
-    assert row(text, "= in all")[:2] == [3.69, 3.69]
-    assert re.search(r"as a fraction of the star's peer +1/2\.7 +1/8\.0 +1/5\.3 of both", text)
+    assert row(text, "= in all")[:2] == [3.38, 3.38]
+    assert re.search(r"as a fraction of the star's peer +1/3\.0 +1/8\.7 +1/5\.8 of both", text)
 
 
 def test_a_machines_own_uplink_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_slots_that_nobody_holds_are_told_of(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_phase_that_its_deadline_would_cut_short_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    text = planned(capsys, *SEVEN, "--downlink-mbit", "20")
+    text = planned(capsys, *SEVEN, "--downlink-mbit", "3")
     assert "longer than round.averaging_seconds=1200" in text and "longer than round.exchange_seconds=3600" in text
 
 

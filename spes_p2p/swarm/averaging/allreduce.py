@@ -77,6 +77,7 @@ class ButterflyAllreduce:
         self._group_id = group_id
         self._buffers = buffers
         self._silence = limits.silence
+        self._patience = limits.attempt.seconds if me in plan.replicas else REPLY_TIMES * limits.silence.seconds
         self._learns = limits.learns
         self.was_silent = False
         self._upload = limits.upload
@@ -90,6 +91,7 @@ class ButterflyAllreduce:
             (peer, lane): loop.create_future() for peer in plan.peers for lane in range(self._num_lanes)
         }
         self._failed: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
         self._longest_gap = 0.0
         self.auditor = Auditor(plan, me)
         self.lost = ""
@@ -121,6 +123,7 @@ class ButterflyAllreduce:
             everything.cancel()
             await asyncio.gather(everything, return_exceptions=True)
             self._failed.cancel()
+            self._ended.set_result(None)
         if self._longest_gap and self._learns:
             self._silence.observe(self._longest_gap)
 
@@ -155,7 +158,7 @@ class ButterflyAllreduce:
         stream = await asyncio.wait_for(self._open_stream(peer, self._outgoing(messages, lane)), self._silence.seconds)
         try:
             for message in messages:
-                answer = await asyncio.wait_for(anext(stream), REPLY_TIMES * self._silence.seconds)
+                answer = await asyncio.wait_for(anext(stream), self._patience)
                 if answer.code == averaging_pb2.CANCELLED:
                     blamed = [member for member in self._plan.peers if member.encode() == answer.peer_id]
                     self.fail(blamed[0] if blamed else "", f"{peer} gave up")
@@ -198,6 +201,8 @@ class ButterflyAllreduce:
             yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         awaited.set_result(stream)
+        if context.remote_id.to_base58() in self._plan.replicas:
+            await asyncio.wait({self._ended})  # the holders come first
         for future in self._reduced[int(lane) :: self._num_lanes]:
             await asyncio.wait({future})
             if future.cancelled():
@@ -230,12 +235,16 @@ class ButterflyAllreduce:
         """Take another sender's message; reduce it once those of all senders are here."""
         inbox = self._inbox[number]
         inbox[index] = self.auditor.decode(index, self._mine[number], data)
-        if len(inbox) == len(self._plan.senders) - (self._me in self._plan.senders):
+        if self._plan.is_sole:
+            self._finish(number, data)
+        elif len(inbox) == len(self._plan.senders) - (self._me in self._plan.senders):
             self._reduce(number)
 
     def _reduce(self, number: int) -> None:
         """Reduce a message of all senders; this member's own is decoded only now."""
         message, inbox, senders = self._mine[number], self._inbox[number], self._plan.senders
+        if self._plan.is_sole:
+            return self._finish(number, self._buffers.source[bytes_of(message)])
         if self._me in senders:
             inbox[self._me] = self.auditor.decode(self._me, message, self._buffers.source[bytes_of(message)])
         span, decoded = self._plan.residual_span(message), [inbox[sender] for sender in senders]
@@ -249,13 +258,20 @@ class ButterflyAllreduce:
             return
         self._buffers.new_residual[span] = new_residual
         self._buffers.result[bytes_of(message)] = encoded
+        self._finish(number, encoded)
+
+    def _finish(self, number: int, encoded: Tensor) -> None:
+        """Send the mean of a message; a sole holder's own vector is its mean."""
+        if self._plan.is_sole and self._me not in self._plan.senders:
+            self._buffers.result[bytes_of(self._mine[number])] = encoded
         if not self._reduced[number].done():
             self._reduced[number].set_result(encoded.numpy().tobytes())
 
 
 def num_lanes(plan: GroupPlan, reducer: int) -> int:
     """Return the number of streams over which each other member sends a reducer its parts."""
-    return min(LANES, -(-STREAMS // (len(plan.peers) - 1)), len(plan.slices[reducer]))
+    most = 1 if plan.is_sole else LANES  # a peer may replicate many slots
+    return min(most, -(-STREAMS // (len(plan.peers) - 1)), len(plan.slices[reducer]))
 
 
 def _tensor(data: bytes) -> Tensor:
@@ -326,7 +342,8 @@ class GroupAllreduce:
             self.was_silent = allreduce.was_silent
             self.evidence = allreduce.auditor.evidence()
             self.clipped = allreduce.auditor.clipped
-        mine = await asyncio.to_thread(digests, self.plan, buffers.result)
+        is_own = self.plan.is_sole and self._me not in self.plan.replicas
+        mine = await asyncio.to_thread(digests, self.plan, buffers.mean(is_own=is_own))
         self._digest.set_result(mine)
         self._confirm(
             mine, await self._ask_all([p for p in self.plan.peers if p != self._me and p in self.plan.reachable])

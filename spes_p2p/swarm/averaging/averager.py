@@ -67,6 +67,7 @@ class SparseAverager(DecentralizedAverager):
         run_id: Name of the run, and so of its matchmaking.
         encoding: Formats of the vectors.
         max_slots: Slots that this peer may hold at once.
+        max_kept: Slots that it may replicate.
         deadlines: The run's round settings.
         uplink_mbit: Upload rate of this peer, in 10^6 bits per second; None for no limit.
         guests: Peers that may take part; None for all.
@@ -87,18 +88,19 @@ class SparseAverager(DecentralizedAverager):
         run_id: str,
         encoding: DeltaEncoding,
         max_slots: int,
+        max_kept: int,
         deadlines: RoundConfig,
         uplink_mbit: float | None = None,
         guests: GuestList | None = None,
     ) -> None:
-        self.buffers = BufferPool(encoding, max_slots)
+        self.buffers = BufferPool(encoding, max_slots + max_kept)
         self._encoding = encoding
         self._guests = guests
         self._uplink_mbit = uplink_mbit
         self._max_seconds = deadlines.averaging_seconds
         self._attempt_timeouts: dict[int, AdaptiveTimeout] = {}
         self._silence_timeout = AdaptiveTimeout(MIN_SILENCE_SECONDS, SILENCE_SHARE * self._max_seconds)
-        dht.streams_per_peer = SPARE_STREAMS + REDONE * LANES * (1 + max_slots)
+        dht.streams_per_peer = SPARE_STREAMS + REDONE * (LANES * (1 + max_slots) + max_kept)
         self._groups: dict[bytes, GroupAllreduce] = {}
         self._last_groups: dict[bytes, GroupAllreduce] = {}
         self._is_redone = False
@@ -159,7 +161,7 @@ class SparseAverager(DecentralizedAverager):
         Returns:
             The attempt's outcome; its tensors lie in the buffers.
         """
-        buffers = self.buffers.assign(member.slots)
+        buffers = self.buffers.assign(member.slots, member.keeps)
         self.buffers.take(member.slots, encoded)
         self._outer_pipe.send(("_prepare", [is_redone, least, num_known, last], {}))
         began = get_dht_time()
@@ -182,7 +184,7 @@ class SparseAverager(DecentralizedAverager):
         return replace(
             attempt,
             averaged={
-                name: buffers[name].mean(len(attempt.roster.members_of(name)))[: format.num_bytes]
+                name: buffers[name].mean(is_own=attempt.roster.groups[name] == (member.peer_id,))[: format.num_bytes]
                 for name, format in formats.items()
             },
             residuals={
@@ -237,7 +239,8 @@ class SparseAverager(DecentralizedAverager):
         roster, refused = read_roster(group_info, self._last, self._guests)
         groups: dict[bytes, GroupAllreduce] = {}
         for name, members in roster.groups.items():
-            plan = GroupPlan.in_roster(roster, members, self._encoding.format(name, roster.round + 1))
+            format = self._encoding.format(name, roster.round + 1)
+            plan = GroupPlan.in_roster(roster, members, format, roster.replicas.get(name, ()))
             group_id = group_info.group_id + name.encode()
             groups[group_id] = GroupAllreduce(plan, self.peer_id.to_base58(), group_id, self._limits, self._stub)
         self._roster = roster
@@ -257,7 +260,7 @@ class SparseAverager(DecentralizedAverager):
         """Return the attempt, the DHT time of its roster, and by averaged vector the span of the delta reduced here."""
         met_at, began = get_dht_time(), time.monotonic()
         me = self.peer_id.to_base58()
-        slots = next((member.slots for member in self._roster if member.peer_id == me), ())
+        slots = next(((*member.slots, *member.keeps) for member in self._roster if member.peer_id == me), ())
         mine: dict[VectorName, GroupAllreduce] = {}
         running: dict[VectorName, asyncio.Task[str]] = {}
         for name, buffers in self.buffers.of(slots).items():

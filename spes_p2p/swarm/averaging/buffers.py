@@ -21,7 +21,7 @@ class Buffers:
 
     Attributes:
         source: The encoded vector to send, uint8.
-        result: The encoded mean, uint8; unused in a group of one, whose source is its mean.
+        result: The encoded mean, uint8; unused by a sole holder, whose source is the mean.
         residual: Rounding error that earlier committed means left in this reducer's slice of the delta, fp32.
         new_residual: Rounding error of the newest mean, committed or not.
     """
@@ -37,9 +37,9 @@ class Buffers:
         self.residual = residual.view(torch.float32)
         self.has_residual = False
 
-    def mean(self, num_members: int) -> Tensor:
-        """Return the encoded mean of a group: of one, what it would send, so that its result takes no memory."""
-        return self.source if num_members == 1 else self.result
+    def mean(self, *, is_own: bool) -> Tensor:
+        """Return the encoded mean of a group: a sole holder's own vector, so that its result takes no memory."""
+        return self.source if is_own else self.result
 
     def free(self) -> None:
         """Give back the memory of all but the residual; what is read from it is zeros."""
@@ -66,24 +66,33 @@ def _bytes_of(memory: mmap.mmap | None) -> Tensor:
 
 
 class BufferPool:
-    """Buffers for every group that a peer may be in at once: those of `shared`, then one for each slot it holds."""
+    """Buffers for every group that a peer may be in at once: of `shared`, each slot it holds, each that it replicates.
+
+    Args:
+        encoding: Formats of the vectors.
+        max_slots: Slots that the peer may hold and replicate at once.
+    """
 
     def __init__(self, encoding: DeltaEncoding, max_slots: int) -> None:
         names = [SHARED, *[VectorName.of_slot(0)] * max_slots]
         self._all = [Buffers(encoding.format(name, 0)) for name in names]  # all segments travel in round 0
         self._slots: tuple[int, ...] = ()
+        self._keeps: tuple[int, ...] = ()
 
     def of(self, slots: tuple[int, ...]) -> dict[VectorName, Buffers]:
-        """Return the buffers of a peer that holds these slots, by group."""
+        """Return the buffers of a peer with these slots, by group."""
         return dict(zip([SHARED, *map(VectorName.of_slot, slots)], self._all, strict=False))
 
-    def assign(self, slots: tuple[int, ...]) -> dict[VectorName, Buffers]:
-        """Return the buffers of `shared` and these slots; if the slots change, all residuals of slots are discarded."""
-        if slots != self._slots:
-            for buffers in self._all[1:]:
+    def assign(self, slots: tuple[int, ...], keeps: tuple[int, ...] = ()) -> dict[VectorName, Buffers]:
+        """Return the buffers of `shared` and of slots that the peer holds and replicates.
+
+        If the held slots change, all residuals of slots are discarded; if the others do, theirs.
+        """
+        if (slots, keeps) != (self._slots, self._keeps):
+            for buffers in self._all[1 + (len(slots) if slots == self._slots else 0) :]:
                 buffers.reset_residual()
-            self._slots = slots
-        return self.of(slots)
+            self._slots, self._keeps = slots, keeps
+        return self.of((*slots, *keeps))
 
     def take(self, slots: tuple[int, ...], encoded: dict[VectorName, Tensor]) -> None:
         """Move encoded vectors of `shared` and these slots to where they are sent from, if they are not there yet."""
@@ -100,7 +109,7 @@ class BufferPool:
 
     def keep_residuals(self, residuals: Mapping[VectorName, tuple[int, Tensor]]) -> None:
         """Add what encoding the committed means has left over to a later round's means; as in `Attempt.residuals`."""
-        buffers = self.of(self._slots)
+        buffers = self.of((*self._slots, *self._keeps))
         for name, (start, residual) in residuals.items():
             buffers[name].residual[start : start + residual.numel()] = residual
             buffers[name].has_residual = True

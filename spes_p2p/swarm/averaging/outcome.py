@@ -65,7 +65,7 @@ def means_of(attempt: Attempt, contribution: Contribution, encoding: DeltaEncodi
             matchmaking_seconds=attempt.matchmaking_seconds,
         )
     means: dict[VectorName, Tensor] = {}
-    dropped = {name: reason for name, reason in attempt.status.items() if reason}
+    dropped = {name: reason for name, reason in attempt.status.items() if reason and name in contribution.deltas}
     for name, data in attempt.averaged.items():
         try:
             means[name] = encoding.decode(name, roster.round + 1, data)
@@ -93,8 +93,16 @@ def alone(member: Member, last: Body, encoded: Mapping[VectorName, Tensor]) -> A
     return Attempt(Roster([member], last), status=status, averaged=encoded if member.tokens else {})
 
 
-def averaged_bytes(result: RoundResult, encoding: DeltaEncoding) -> int:
-    """Return the traffic of the averaged groups: a member sends, and receives, 2 (n - 1) / n of each vector."""
-    sizes = {name: encoding.format(name, result.roster.round + 1).num_bytes for name in result.means}
-    counts = {name: len(result.roster.members_of(name)) for name in sizes}
-    return sum(int(2 * (n - 1) / n * sizes[name]) for name, n in counts.items() if n)
+def averaged_bytes(result: RoundResult, me: str, encoding: DeltaEncoding) -> tuple[int, int]:
+    """Return the bytes that a member receives and sends in the averaged groups.
+
+    A holder sends, and receives, 2 (n - 1) / n of each vector, and sends each replica a share; these receive the whole.
+    """
+    received = sent = 0
+    for name in result.means:
+        num_bytes = encoding.format(name, result.roster.round + 1).num_bytes
+        count, replicas = len(result.roster.members_of(name)), result.roster.replicas.get(name, ())
+        averaged = int(2 * (count - 1) / count * num_bytes) if count else 0
+        received += num_bytes if me in replicas else averaged
+        sent += 0 if me in replicas else averaged + len(replicas) * num_bytes // max(count, 1)
+    return received, sent

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -182,7 +182,7 @@ class GroupPlan:
     """Partition of a group's vector among its reducers; derived from the roster, the same on all members.
 
     Attributes:
-        peers: Members, ascending.
+        peers: Members, ascending, replicas among them.
         tokens: Tokens that each member has trained, capped; a member with 0 only receives.
         weights: Weight of each member's contribution: its tokens times its aggregation weight.
         format: The vector's format.
@@ -190,6 +190,7 @@ class GroupPlan:
         reachable: Members that every other can call, and so ask for a digest.
         delta_numel: Elements of the vector's delta, which has a residual; 0 if the format is exact.
         usual_tokens: Tokens that members of the roster usually train; 0 if unknown.
+        replicas: Members without weight, which get the means after the others.
     """
 
     peers: tuple[str, ...]
@@ -200,6 +201,7 @@ class GroupPlan:
     reachable: frozenset[str]
     delta_numel: int
     usual_tokens: float = 0.0
+    replicas: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -210,6 +212,7 @@ class GroupPlan:
         format: Format,
         token_weights: Sequence[float] | None = None,
         usual_tokens: float = 0.0,
+        replicas: Collection[str] = (),
     ) -> GroupPlan:
         """Return the plan of a group of these members, ascending; a token of each weighs 1 by default."""
         capped = tuple(
@@ -224,24 +227,35 @@ class GroupPlan:
             reachable=frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink),
             delta_numel=0 if format.is_exact else format.segments[0].numel,
             usual_tokens=usual_tokens,
+            replicas=frozenset(replicas),
         )
 
     @classmethod
-    def in_roster(cls, roster: Roster, peers: Sequence[str], format: Format) -> GroupPlan:
-        """Return the plan of the group of these members of a roster, ascending.
+    def in_roster(
+        cls, roster: Roster, peers: Sequence[str], format: Format, replicas: Collection[str] = ()
+    ) -> GroupPlan:
+        """Return the plan of the group of these members of a roster, ascending, and of its replicas.
 
         Tokens are capped within the whole roster: most slots have too few holders to tell which of them overstates.
         """
         capped = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
         tokens = dict(zip([member.peer_id for member in roster], capped, strict=True))
+        tokens |= dict.fromkeys(replicas, 0.0)  # guard: weightless-replica
+        peers = sorted((*peers, *replicas))
         return cls.of(
             peers,
             [tokens[peer] for peer in peers],
-            roster.reducing(peers),
+            roster.reducing(peers, replicas),
             format,
             [roster.weights[peer] for peer in peers],
             roster.usual_tokens,
+            replicas,
         )
+
+    @property
+    def is_sole(self) -> bool:
+        """Whether one member holds the vector, so that what it sends is the mean."""
+        return len(self.peers) - len(self.replicas) == 1
 
     @cached_property
     def senders(self) -> tuple[int, ...]:
@@ -255,6 +269,6 @@ class GroupPlan:
     def span(self, peer: str) -> tuple[int, int]:
         """Return the elements of the delta that a member reduces and so rounds; none where it is alone."""
         mine = [message for message in self.slices[self.peers.index(peer)] if message[0].segment == 0]
-        if not mine or len(self.peers) == 1 or not self.delta_numel:
+        if not mine or self.is_sole or not self.delta_numel:
             return 0, 0
         return mine[0][0].start, mine[-1][-1].stop

@@ -282,6 +282,25 @@ def test_half_of_a_slots_holders_do_not_change_it():
     assert decide_slots(round.last, round.members, split) == round.last.slots
 
 
+def test_voting_replicas_confirm_the_slot_of_a_holder_without_a_vote_if_they_have_a_result():
+    round = Round(last_body(), PEERS[2:9])
+    holder = next(each.peer_id for each in round.members if each.peer_id not in VOTERS)
+    keeping = [each.peer_id for each in round.members if each.peer_id in VOTERS][:2]
+    members = tuple(
+        changed(each, slots=(0,) if each.peer_id == holder else (), keeps=(0,) if each.peer_id in keeping else ())
+        for each in round.members
+    )
+
+    def decided(**said: str) -> str:
+        confirmations = [round.confirm(peer, slots={"0": digest(value)}) for peer, value in said.items()]
+        return decide_slots(round.last, members, confirmations)[0].digest
+
+    assert decided(**{holder: "a"}) == digest("a"), "no replica has the mean"
+    assert decided(**{holder: "a", keeping[0]: "b", keeping[1]: "b"}) == digest("b")
+    assert decided(**{holder: "a", keeping[0]: "a", keeping[1]: "b"}) == round.last.slots[0].digest
+    assert decided(**{keeping[0]: "b"}) == digest("b"), "the holder may have died since"
+
+
 def test_a_slot_that_the_run_has_not_changes_nothing():
     round = Round()
     members = (changed(round.members[0], slots=(0, 4000)), *round.members[1:])

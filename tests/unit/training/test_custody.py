@@ -2,52 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.simulator import Leaves
 from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.fetch_plan import replicas
+from spes_p2p.swarm.certificate import Body, MemberEntry, SlotState, genesis
+from spes_p2p.swarm.names import VectorName
+from spes_p2p.training.holdings import keepers
 
 PEERS = tuple(peer_id(index) for index in range(5))
 
 
-def groups(holders: dict[int, tuple[str, ...]], current: tuple[str, ...] = PEERS) -> dict[VectorName, tuple[str, ...]]:
-    return {SHARED: current, **{VectorName.of_slot(slot): peers for slot, peers in holders.items()}}
-
-
-LINKS = dict.fromkeys(PEERS, 1.0)
+def body(
+    holders: Mapping[int, Sequence[str]],
+    *,
+    current: Sequence[str] = PEERS,
+    keeps: Mapping[str, Sequence[int]] | None = None,
+    hidden: Sequence[str] = (),
+    voters: Sequence[str] = PEERS,
+) -> Body:
+    """Return the body of a round in which these peers hold and replicate these slots."""
+    members = [
+        MemberEntry(
+            peer_id=peer,
+            tokens=1,
+            slots=tuple(slot for slot in sorted(holders) if peer in holders[slot]),
+            keeps=tuple((keeps or {}).get(peer, ())),
+            calls_only=peer in hidden,
+        )
+        for peer in sorted(current)
+    ]
+    states = (SlotState(round=3, digest="a" * 64),) * (1 + max(holders))
+    start = genesis("run", PEERS[0], "0" * 64, len(states))
+    return start.model_copy(update={"round": 3, "members": tuple(members), "slots": states, "voters": tuple(voters)})
 
 
 def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_even():
     sole = {slot: (PEERS[slot % 5],) for slot in range(20)}
-    kept = replicas(groups(sole), 3, LINKS)
-    assert set(kept) == {f"slot-{slot}" for slot in range(20)}
+    kept = keepers(body(sole), 3)
+    assert set(kept) == set(range(20))
     for slot, holders in sole.items():
-        assert len(set(kept[f"slot-{slot}"])) == 2 and not set(kept[f"slot-{slot}"]) & set(holders)
+        assert len(set(kept[slot])) == 2 and not set(kept[slot]) & set(holders)
     burdens = [sum(peer in peers for peers in kept.values()) for peer in PEERS]
     assert max(burdens) - min(burdens) <= 2
 
 
 def test_who_is_not_of_the_round_keeps_nothing_and_nobody_keeps_what_enough_hold():
-    kept = replicas(groups({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), 2, LINKS)
-    assert set(kept) == {"slot-0"} and set(kept["slot-0"]) <= set(PEERS[1:3])
+    kept = keepers(body({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), 2)
+    assert set(kept) == {0} and set(kept[0]) <= set(PEERS[1:3])
 
 
 def test_a_lone_peer_has_nobody_to_keep_anything():
-    assert replicas(groups({0: PEERS[:1]}, current=PEERS[:1]), 2, LINKS) == {}
+    assert keepers(body({0: PEERS[:1]}, current=PEERS[:1]), 2) == {}
 
 
-def test_what_nobody_can_be_asked_for_is_kept_first_by_those_who_can():
-    links = LINKS | dict.fromkeys(PEERS[1:], 0.0)
-    sole = groups({slot: (PEERS[1 + slot % 4],) for slot in range(8)})
-    assert set(replicas(sole, 2, links).values()) == {PEERS[:1]}
-    assert {len(kept) for kept in replicas(sole, 3, links).values()} == {2}
-    assert {kept[0] for kept in replicas(sole, 3, links).values()} == {PEERS[0]}
-    mixed = groups({slot: (PEERS[0],) for slot in range(8)})
-    assert set(replicas(mixed, 2, links).values()) == {(peer,) for peer in PEERS[1:]}, "who trains them can be asked"
+def test_replicas_stay_while_they_are_needed_and_a_slot_without_a_holder_has_all_its_copies():
+    sole = {slot: (PEERS[0],) for slot in range(8)}
+    first = keepers(body(sole), 2)
+    keeps = {peer: [slot for slot, peers in first.items() if peer in peers] for peer in PEERS}
+    assert keepers(body(sole, keeps=keeps), 2) == first
+    left = [peer for peer in PEERS if peer != first[0][0]]
+    again = keepers(body(sole, current=left, keeps=keeps), 2)
+    assert {slot for slot in sole if again[slot] != first[slot]} == set(keeps[first[0][0]])
+    orphaned = keepers(body({**sole, 3: ()}, keeps=keeps), 2)
+    assert len(orphaned[3]) == 2 and orphaned[3][0] == first[3][0]
+
+
+def test_peers_that_can_be_called_and_then_voters_keep_first():
+    sole = {slot: (PEERS[1 + slot % 4],) for slot in range(8)}
+    assert set(keepers(body(sole, hidden=PEERS[1:]), 2).values()) == {PEERS[:1]}
+    assert {kept[0] for kept in keepers(body(sole, hidden=PEERS[1:]), 3).values()} == {PEERS[0]}
+    few = keepers(body({0: PEERS[:1], 1: PEERS[:1]}, voters=PEERS[:3]), 2)
+    assert {peer for kept in few.values() for peer in kept} == set(PEERS[1:3])
 
 
 def test_two_peers_that_nobody_can_call_have_each_others_slots():

@@ -86,7 +86,8 @@ def test_a_peer_that_resumes_trains_the_certified_versions_of_the_slots_that_it_
         member.swarm.publish(round, {"slot-1": torch.full((3,), float(round))})
     certify(hub, 13, steady.swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
     back.held.resume([0])
-    back.held._hold(target)
+    back.held.hold(target)
+    back.held.fetch()
     for slot in target:
         assert back.anchors.weights(VectorName.of_slot(slot))[0] == 13.0
 
@@ -99,17 +100,18 @@ def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_non
     named = [peers[0].swarm.versions()[SHARED], gone.swarm.versions()["slot-0"]]
     certify(hub, 13, named, voters=[peer_id(i) for i in range(3)])
     mine = peers[0]
-    mine.anchors.set(VectorName("slot-0"), mine.swarm.mapped("slot-0"))
+    mine.held.resume([0])
+    mine.held.fetch(only=[])
     for silent in peers[1 + answering :]:
         hub.bundles.pop(silent.swarm.peer_id)
-    assert mine.held.fetch_newest([VectorName("slot-0")]) == {}
+    assert mine.held.fetch() == {}
     version = mine.swarm.versions()["slot-0"]
     assert mine.held.starts() == ({"slot-0": (13, version.digest)} if answering else {})
-    assert mine.held.usable() == (["slot-0"] if answering else [])
+    assert mine.held.usable() == [SHARED, *(["slot-0"] if answering else [])]
     if answering:
         peers[1].swarm.pull({"slot-0": [peer_id(9)]}, min_round=13, timeout=1.0)
-        assert set(mine.held.fetch_newest([VectorName("slot-0")])) == {"slot-0"} and not mine.held.lost
-        assert mine.held.starts() == {} and mine.held.usable() == ["slot-0"]
+        assert set(mine.held.fetch()) == {"slot-0"} and not mine.held.lost
+        assert mine.held.starts() == {} and mine.held.usable() == [SHARED, "slot-0"]
 
 
 def test_claims_of_peers_that_no_certificate_knows_do_not_count(hub):
@@ -223,8 +225,7 @@ def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off(hub):
     certify(hub, 12, stood_still.swarm.versions().values())
     Member(hub, 0, 14, "active")
     stood_still.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0)
-    last = hub.bodies[11]
-    stood_still.held.fetch(Roster([entry(0, (0,), last)], last), 12, [SHARED], {})
+    stood_still.held.fetch()
     assert stood_still.held.stale_rounds == 2
 
 
@@ -255,9 +256,9 @@ def test_a_slot_that_did_not_come_once_comes_a_round_later_though_it_has_not_cha
     last = hub.bodies[13]
     roster = Roster([entry(0, (0, 1, 2), last), entry(1, (), last)], last)
     late.held.refresh_slots = 1
-    assert set(late.held.fetch(roster, 13, [SHARED, "slot-0"], {})) == {"slot-1"} and late.held.stale_rounds == 3
+    assert set(late.held.fetch(roster, {})) == {"slot-1"} and late.held.stale_rounds == 3
     late.held.refresh_slots = None
-    assert set(late.held.fetch(roster, 13, [SHARED, "slot-0"], {})) >= {"slot-2"} and late.held.stale_rounds == 0
+    assert set(late.held.fetch(roster, {})) == {"slot-2"} and late.held.stale_rounds == 0
 
 
 def test_a_peer_that_fell_behind_takes_no_more_slots_than_in_any_round(hub):
@@ -279,7 +280,7 @@ def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(hub):
     for winner in winners:
         winner.swarm.publish(8, {"slot-0": torch.full((3,), 8.0)})
     certify(hub, 10, winners[0].swarm.versions().values(), voters=[peer_id(index) for index in (1, 2, 3)])
-    loser.anchors.set(VectorName("slot-0"), loser.swarm.mapped("slot-0"))
+    loser.held.resume([0])
     assert loser.catch_up() == (10, 10.0)
     assert loser.swarm.versions()["slot-0"].round == 8
     assert torch.equal(loser.anchors.weights("slot-0"), torch.full((3,), 8.0))
@@ -294,8 +295,8 @@ def test_a_peer_that_adopts_a_slot_takes_its_certified_version_not_a_later_one(h
     heir.swarm.publish(11, {"slot-0": torch.full((3,), 11.0)})
     heir.held.slots = (1,)
     heir.anchors.set(VectorName("slot-1"), PagedVector.of(torch.zeros(3)))
-    masters = heir.held._hold([0])
-    assert torch.equal(masters["slot-0"], torch.full((3,), 9.0))
+    heir.held.hold([0])
+    assert torch.equal(heir.held.fetch()["slot-0"], torch.full((3,), 9.0))
 
 
 def test_a_peer_that_takes_few_slots_takes_those_first_that_are_far_from_the_model_either_way(hub):
@@ -325,7 +326,8 @@ def refusing(hub):
 def test_a_peer_that_adopts_a_slot_does_not_take_the_version_that_it_has_refused(refusing):
     refusing.held.slots = (1,)
     refusing.anchors.set(VectorName("slot-1"), PagedVector.of(torch.zeros(3)))
-    assert torch.equal(refusing.held._hold([0])["slot-0"], torch.full((3,), 13.0))
+    refusing.held.hold([0])
+    assert torch.equal(refusing.held.fetch()["slot-0"], torch.full((3,), 13.0))
     assert refusing.swarm.versions()["slot-0"].round == 13
     assert refusing.held.starts() == {"slot-0": (13, refusing.swarm.versions()["slot-0"].digest)}, "and says so"
 
@@ -346,27 +348,12 @@ def test_a_peer_that_catches_up_asks_none_that_the_last_roster_left_out(hub):
     assert behind.swarm.versions()["slot-0"].round == 13
 
 
-def test_a_slots_version_is_signed_by_its_maker(hub):
-    """A liar that had a second key sign what it has made would be held to account for none of it."""
-    mine, liar, second = (Member(hub, index, 12, "active") for index in range(3))
-    slots = {"slot-0": torch.full((3,), 666.0)}
-    second.swarm.publish(13, slots)
-    last = certify(hub, 12)
-    certify(hub, 13, [second.swarm.versions()["slot-0"]])
-    liar.swarm.pull({name: [peer_id(2)] for name in slots}, min_round=13, timeout=1.0)
-    roster = Roster([entry(1, (0,), last), entry(0, (), last)], last)
-    assert mine.held.fetch(roster, 13, [SHARED], {}) == {}
-    assert mine.swarm.versions()["slot-0"].round == 12
-    liar.swarm.publish(13, slots)
-    assert set(mine.held.fetch(roster, 13, [SHARED], {})) == {"slot-0"}
-
-
 def test_only_slots_that_the_certificate_has_changed_are_fetched(hub):
     """Their makers have returned to the version before."""
     mine, maker = Member(hub, 0, 12, "active"), Member(hub, 1, 13, "active")
     last = certify(hub, 12, mine.swarm.versions().values())
     certify(hub, 13)
-    assert mine.held.fetch(Roster([entry(1, (0,), last)], last), 13, [SHARED], {}) == {}
+    assert mine.held.fetch(Roster([entry(1, (0,), last)], last), {}) == {}
     assert mine.held.makers == {} and maker.swarm.versions()["slot-0"].round == 13
 
 
@@ -379,7 +366,7 @@ def test_slots_of_a_peer_that_is_left_out_are_orphans_and_no_peer_asks_it(hub):
     mine, left_out = peers[0], peers[2]
     mine.held.distrusted = frozenset({left_out.swarm.peer_id, mine.swarm.peer_id})
     assert mine.held.others() == [peers[1].swarm.peer_id]
-    mine.held.rebalance(4)
+    mine.held.rebalance()
     assert mine.held.slots == (1, 3)
 
 

@@ -18,9 +18,8 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.roster import Roster
-from spes_p2p.training.fetch_plan import replicas
+from spes_p2p.swarm.names import VectorName
+from spes_p2p.training.slots import HeldSlots
 from tests.unit.model.plain import NF4
 
 FEW_BITS = CodecConfig(shared="int4", slots="int4", moments="int8")
@@ -66,15 +65,9 @@ class Alive:
         )
 
 
-def kept_by(peer: VirtualPeer, alive: Alive) -> set[str]:
+def kept_by(peer: VirtualPeer) -> set[str]:
     """The slots that a peer replicates after the last round."""
-    members = {each.peer_id: each.slots for each in alive.hub.bodies[-1].members}
-    groups = {SHARED: tuple(sorted(members))}
-    for name in SLOTS:
-        if holders := tuple(sorted(peer for peer, slots in members.items() if name.slot in slots)):
-            groups[name] = holders
-    duty = replicas(groups, 2, dict.fromkeys(members, 1.0))
-    return {name for name, peers in duty.items() if peer.swarm.peer_id in peers}
+    return {f"slot-{slot}" for slot in peer.sync.held.keeps}
 
 
 @pytest.mark.parametrize("storage", FORMS)
@@ -87,7 +80,7 @@ def test_peers_that_do_not_hold_a_slot_have_its_kept_form_alone(storage: str) ->
         versions = peer.swarm.versions()
         masters = {VectorName.of_slot(slot) for slot in peer.slots}
         assert len(peer.slots) < 4
-        assert {name for name in SLOTS if name in versions} == masters | kept_by(peer, alive)
+        assert {name for name in SLOTS if name in versions} == masters | kept_by(peer)
         for name in SLOTS:
             assert versions[name.kept].digest == states[name.slot].kept
             if name in versions:
@@ -218,13 +211,13 @@ def test_a_replica_keeps_the_certified_master_of_a_slot_that_a_round_left_as_it_
     """Its holder may be gone; the new replica fetches the master only once the slot changes."""
     alive = Alive(run_of("int8"), [2, 1, 1])
     alive.live()
-    peer, name = next((peer, name) for peer in alive.peers for name in sorted(kept_by(peer, alive)))
-    held, roster = peer.sync.held, Roster()
-    roster.__dict__["groups"] = {VectorName(name): ()}
-    held._drop_masters((), roster)
+    peer, name = next((peer, name) for peer in alive.peers for name in sorted(kept_by(peer)))
+    held = peer.sync.held
+    monkeypatch.setattr(HeldSlots, "keeps", ())
+    held._drop_masters()
     assert name in peer.swarm.versions()
     monkeypatch.setattr(held, "is_certified", lambda name: False)
-    held._drop_masters((), roster)
+    held._drop_masters()
     assert name not in peer.swarm.versions()
 
 

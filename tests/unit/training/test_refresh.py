@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.training.fetch_plan import choose, staleness_bound
+from spes_p2p.training.holdings import choose, staleness_bound
 
 SIZES = {"num_slots": st.integers(1, 40), "budget": st.integers(1, 45)}
 

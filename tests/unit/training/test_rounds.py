@@ -22,7 +22,6 @@ from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Roster
-from spes_p2p.training.fetch_plan import FetchPlan
 from spes_p2p.training.round import MAX_FRUITLESS
 from spes_p2p.training.round_work import RoundWork, StoredVectors
 from spes_p2p.training.synchroniser import ATTEMPTS
@@ -279,7 +278,7 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     peer.sync.synchronise(RoundWork({}, 64, 100.0, 1.0), closes_from=0.0)
     round = peer.sync.round + 1
     monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "no peer has it"))
-    peer.sync.held._pull(FetchPlan({slot: ["peer"] for slot in slots}), 1)
+    peer.sync.held._pull({slot: ["peer"] for slot in slots}, {}, 1)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"round {round}: dropped shared, slot-0, slot-1: lost a peer",
         f"round {round}: dropped slot-2: NaN",
@@ -298,7 +297,7 @@ def test_an_attempt_without_a_certificate_is_followed_by_another_and_a_round_is_
     update = peer.sync.synchronise(work, closes_from=0.0)
     assert len(attempts) == ATTEMPTS and all(SHARED in result.means for result in attempts)
     assert peer.sync.round == 3 and peer.swarm.versions() == before and not peer.swarm.residuals()
-    assert all(torch.equal(update.vectors[name], peer.anchors.weights(name)) for name in peer.anchors.names)
+    assert all(torch.equal(update.vectors[name], peer.anchors.weights(name)) for name in peer.sync.held.names)
 
 
 @pytest.mark.parametrize(("rounds", "goes_on"), [(BY_THE_CLOCK, True), (tiny_run().round, False)])

@@ -10,7 +10,7 @@ from virtual import VirtualPeer, peer_id, tiny_run
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.training.fetch_plan import staleness_bound
+from spes_p2p.training.holdings import staleness_bound
 
 
 def run_peers(run: RunConfig, num_peers: int, max_slots: int, machines: Mapping[int, dict] | None = None):

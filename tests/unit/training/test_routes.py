@@ -9,7 +9,7 @@ from virtual import peer_id
 
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.roster import Member, Roster
-from spes_p2p.training.fetch_plan import plan_fetch, preferred
+from spes_p2p.training.holdings import preferred, sources
 from tests.support.certificates import last_body
 
 PEERS = [peer_id(i) for i in range(5)]
@@ -35,7 +35,9 @@ def test_a_peer_asks_a_holder_that_it_has_met_before_others_that_can_be_called()
     name = VectorName.of_slot(1)
 
     def asked(*roster: Member) -> list[str]:
-        return list(plan_fetch(PEERS[2], Roster(roster, LAST), {name: [PEERS[1]]}, [name], {}).wanted[name])
+        met = Roster(roster, LAST)
+        body = LAST.model_copy(update={"members": met.entries})
+        return sources(PEERS[2], name, [PEERS[1]], body, met.uplinks_to(PEERS[2]))
 
     assert asked(called, first, second) == [PEERS[0], PEERS[1]]
     met = [each.model_copy(update={"links": (other.peer_id,)}) for each, other in ((first, second), (second, first))]

@@ -13,7 +13,7 @@ from virtual import VirtualPeer, certify, peer_id, tiny_run
 
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.certificate import Body
+from spes_p2p.swarm.certificate import Body, MemberEntry
 from spes_p2p.swarm.exchange.versions import Version, vector_names
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -64,8 +64,10 @@ def test_a_slot_that_the_model_lacks_is_not_fetched_when_a_member_brings_it(hub)
     mine, liar = Holder(hub, 0, 12), Holder(hub, 1, 13)
     publish_strange(liar.swarm, 13)
     last = certify(hub, 12, mine.swarm.versions().values())
-    certify(hub, 13, [version for version in liar.swarm.versions().values() if version.name == "slot-0"])
-    vectors = mine.held.fetch(Roster([entry(liar.swarm.peer_id, (0, 4, STRANGE), last)], last), 13, [SHARED], {})
+    made = [version for version in liar.swarm.versions().values() if version.name == "slot-0"]
+    members = [MemberEntry(peer_id=liar.swarm.peer_id, tokens=1, slots=(0, 4, STRANGE))]
+    certify(hub, 13, made, members=members)
+    vectors = mine.held.fetch(Roster([entry(liar.swarm.peer_id, (0, 4, STRANGE), last)], last), {})
     assert set(vectors) == {"slot-0"} == set(mine.held.makers)
     assert mine.swarm.versions().keys() == {SHARED, "slot-0"} and mine.held.stale_rounds == 0
 

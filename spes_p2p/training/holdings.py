@@ -1,0 +1,173 @@
+"""What a peer stores of the model after a certificate, for whom it keeps slots, and what it fetches first.
+
+Pure functions of what all peers know, without clock, network or disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from spes_p2p.swarm.certificate import MAX_KEPT, Body
+from spes_p2p.swarm.names import SHARED, VectorName
+
+MIN_UPLINK = 1e-9
+"""Stands for an uplink of zero in a division."""
+
+
+def wanted(
+    body: Body, masters: Collection[int], *, has_forms: bool, start: Mapping[VectorName, str]
+) -> dict[VectorName, str]:
+    """Return the digest of each version that a peer needs after a certificate; empty for one that the seed makes.
+
+    One rule for newcomers, late peers, adopters, replicas, returning peers and the normal round.
+
+    Args:
+        body: Of the certificate.
+        masters: Slots whose fp32 weights the peer needs, because it trains or replicates them.
+        has_forms: Whether all others have kept forms of a slot; otherwise its fp32 weights serve as such.
+        start: Digests of the versions of round 0, if the run starts from files.
+    """
+    names = {SHARED: body.shared}
+    for slot, state in enumerate(body.slots):
+        name = VectorName.of_slot(slot)
+        if has_forms and slot not in masters:
+            names[name.kept] = state.kept or ""
+        else:
+            names[name] = state.digest
+    return {name: digest or start.get(name, "") for name, digest in names.items()}
+
+
+def keepers(body: Body, copies: int) -> dict[int, tuple[str, ...]]:
+    """Return the replicas of each slot in the round after a body: members that keep its fp32 weights beside holders.
+
+    A replica stays as long as it is needed, because a new one must fetch the weights. New ones are peers that can be
+    called, then those that keep least, then voters; ties are drawn by hash.
+
+    Args:
+        body: Its members are considered, and the slots that it has a version of.
+        copies: Peers that each slot should live on at least; slots with so many holders need no replica.
+    """
+    members = {member.peer_id: member for member in body.members}
+    holders: dict[int, set[str]] = {slot: set() for slot, state in enumerate(body.slots) if state.digest}
+    kept: dict[int, list[str]] = {slot: [] for slot in holders}
+    for member in body.members:
+        for slot in holders.keys() & member.slots:
+            holders[slot].add(member.peer_id)
+        for slot in kept.keys() & member.keeps:
+            kept[slot].append(member.peer_id)
+    kept = {slot: peers[: max(0, copies - len(holders[slot]))] for slot, peers in kept.items()}
+    load = Counter(peer for peers in kept.values() for peer in peers)
+    for slot, peers in kept.items():
+        willing = [peer for peer in members.keys() - holders[slot] - set(peers) if load[peer] < MAX_KEPT]
+        willing.sort(key=lambda p: (members[p].calls_only, load[p], p not in body.voters, _lot(f"{slot}/{p}")))
+        new = willing[: max(0, copies - len(holders[slot]) - len(peers))]
+        load.update(new)
+        peers += new
+    return {slot: tuple(peers) for slot, peers in kept.items() if peers}
+
+
+def _lot(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def preferred(puller: str, name: str, peers: Iterable[str], uplinks: Mapping[str, float] | None = None) -> list[str]:
+    """Return peers in the order in which `puller` should ask them for `name`.
+
+    A peer comes first with a probability of its share of the uplinks, drawn by hash: so pullers spread over the
+    peers, and two pullers seldom ask in the same order.
+
+    Source: weighted rendezvous hashing (Schindelhauer and Schomaker, 2005).
+
+    Args:
+        puller: The peer that asks.
+        name: The version.
+        peers: Peers that have it, or will soon.
+        uplinks: In 10^6 bits per second; a peer without an entry counts as the fastest.
+    """
+    weights = uplinks or {}
+    fastest = max(weights.values(), default=1.0)
+
+    def lot(peer: str) -> tuple[float, str]:
+        drawn = int.from_bytes(_lot(f"{puller}/{name}/{peer}")[:6], "big")
+        return -math.log((drawn + 1) / (2**48 + 1)) / max(weights.get(peer, fastest), MIN_UPLINK), peer
+
+    return sorted(peers, key=lot)
+
+
+def sources(me: str, name: VectorName, makers: Sequence[str], body: Body, uplinks: Mapping[str, float]) -> list[str]:
+    """Return the peers to ask for a slot's version of the last round: its makers, replicas, and all other members.
+
+    Peers that this one cannot call come last.
+
+    Args:
+        me: This peer.
+        name: The version.
+        makers: Peers that made it.
+        body: Of the round's certificate.
+        uplinks: Of the members, in 10^6 bits per second; 0 for those that `me` cannot call.
+    """
+    keeping = [member.peer_id for member in body.members if name.slot in member.keeps]
+    members = [member.peer_id for member in body.members]
+    found = dict.fromkeys(peer for peers in (makers, keeping, members) for peer in preferred(me, name, peers, uplinks))
+    return sorted((peer for peer in found if peer != me), key=lambda peer: not uplinks.get(peer))
+
+
+# ---------------------------------------------------------------------- a budget of refreshed slots
+
+
+def staleness_bound(num_slots: int, budget: int) -> int:
+    """Return the most rounds that a slot may lie behind before it is fetched: `ceil(n / ceil(B / 2))`.
+
+    `choose` keeps it, however tokens are routed. When a slot is not chosen, `ceil(B / 2)` slots that have waited as
+    long or longer are; they come behind it from then on, and there are `n - 1` other slots.
+
+    Args:
+        num_slots: n, slots that others train.
+        budget: B, slots fetched in a round.
+    """
+    return -(-num_slots // -(-budget // 2))
+
+
+def choose(rounds_behind: Mapping[int, int], routed: Mapping[int, int], budget: int) -> tuple[int, ...]:
+    """Return the slots to fetch in this round, ascending.
+
+    First come slots at `staleness_bound`; then, with half of what is left of the budget, those that most tokens were
+    routed to; then those that have waited longest. A slot exceeds the bound only if fetching failed or the others'
+    slots became more.
+
+    Args:
+        rounds_behind: Rounds that this peer's version of each slot lies behind, for all slots that others train.
+        routed: Tokens routed to each slot in the round.
+        budget: Slots to fetch.
+    """
+    bound = staleness_bound(len(rounds_behind), budget)
+    oldest = sorted(rounds_behind, key=lambda slot: (-rounds_behind[slot], slot))
+    chosen = [slot for slot in oldest if rounds_behind[slot] >= bound][:budget]
+    busiest = sorted(set(oldest) - set(chosen), key=lambda slot: (-routed.get(slot, 0), -rounds_behind[slot], slot))
+    chosen += busiest[: (budget - len(chosen)) // 2]
+    rest = [slot for slot in oldest if slot not in chosen]
+    return tuple(sorted(chosen + rest[: budget - len(chosen)]))
+
+
+def affordable(
+    rounds_behind: Mapping[VectorName, int],
+    routed: Mapping[int, int],
+    budget: int | None,
+    masters: Collection[int],
+) -> set[VectorName]:
+    """Return the versions to fetch: the budget's slots of others, and everything else.
+
+    Args:
+        rounds_behind: Rounds that this peer's version or kept form lies behind, by name, for all that can be fetched.
+        routed: Tokens routed to each slot.
+        budget: Slots of others to fetch; None fetches all.
+        masters: Slots that this peer trains or replicates; it needs all of them.
+    """
+    if budget is None:
+        return set(rounds_behind)
+    others = {name.slot: name for name in rounds_behind if name.slot is not None and name.slot not in masters}
+    fetched = choose({slot: rounds_behind[name] for slot, name in others.items()}, routed, budget) if budget else ()
+    return set(rounds_behind) - {name for slot, name in others.items() if slot not in fetched}
