@@ -245,9 +245,7 @@ def _plain_weights(auditor: Auditor, part: object, values: list[Tensor | None]) 
     return [0.0 if value is None else weight for value, weight in zip(values, weights, strict=True)]
 
 
-def _ungated(
-    gate: LossGate, vectors: Mapping[VectorName, Tensor] | None, sync: object, adopted: Collection[VectorName] = ()
-) -> None:
+def _ungated(gate: LossGate, vectors: Mapping[VectorName, Tensor], adopted: Collection[VectorName] = ()) -> None:
     gate._trainer.load(vectors)
 
 

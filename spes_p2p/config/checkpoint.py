@@ -111,7 +111,7 @@ class StartConfig(Frozen):
     eos_token_id: TokenId | Annotated[list[TokenId], Field(max_length=64)] | None = None
     """The token that ends a text, or several."""
     pad_token_id: TokenId | None = None
-    router_aux_loss_coef: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
+    router_aux_loss_coef: PositiveFloat | None = None
     """Weight of the stock balance loss, for who trains an export elsewhere: a run has its own."""
     shared: Digest
     """SHA-256 of the shared parameters' version of round 0."""

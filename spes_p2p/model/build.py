@@ -307,7 +307,7 @@ def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, seque
     if model.family != "mixtral":
         fields["attention_bias"] = start.attention_bias
     if not model.is_dense:
-        fields["router_aux_loss_coef"] = start.router_aux_loss_coef
+        fields["router_aux_loss_coef"] = start.router_aux_loss_coef or 0.0
     if model.family == "olmoe":
         fields["clip_qkv"] = start.clip_qkv
     if start.dense_intermediate_size is not None:

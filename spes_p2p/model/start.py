@@ -90,7 +90,7 @@ def model_of(source: Path) -> ModelConfig:
             bos_token_id=config.bos_token_id,
             eos_token_id=config.eos_token_id,
             pad_token_id=config.pad_token_id,
-            router_aux_loss_coef=getattr(config, "router_aux_loss_coef", None) or 0.0,
+            router_aux_loss_coef=getattr(config, "router_aux_loss_coef", None) or None,
             shared=NO_DIGEST,
             slots=[NO_DIGEST] * num_experts,
             generation=_generation(source),
