@@ -117,6 +117,8 @@ class StartConfig(Frozen):
     """SHA-256 of the shared parameters' version of round 0."""
     slots: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)]
     """SHA-256 of each slot's version of round 0; none of a dense model."""
+    kept: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)] = []
+    """SHA-256 of each slot's kept form of round 0, if the run has such."""
     generation: Generation = {}
     """What generation_config.json says."""
     tokenizer: TokenizerSettings = TokenizerSettings()

@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from spes_p2p.config.checkpoint import Frozen, PositiveFloat, PositiveInt, Storage
 from spes_p2p.config.data import DataConfig, local_data_set
-from spes_p2p.config.run import ModelConfig, OptimizerName, RunConfig, TrainConfig
+from spes_p2p.config.run import OptimizerName, RunConfig, TrainConfig
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
@@ -393,10 +393,9 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
             f"leave it out (only adamw and adamw8bit stand in for each other)"
         )
     if run.kept_form is not None and machine.storage not in (None, run.kept_form):  # guard: kept-storage
-        checkpoint = "name the checkpoint that the run trains (--from), or " if run.model == ModelConfig() else ""
         raise ConfigError(
             f"storage={machine.storage} is not the form in which this run's slots travel, frozen_storage="
-            f"{run.kept_form}; {checkpoint}leave it out"
+            f"{run.kept_form}; leave it out, or found the run with --run.frozen-storage {machine.storage}"
         )
     if machine.refresh_slots is not None and run.merge.alpha:
         raise ConfigError(

@@ -340,13 +340,12 @@ class RunConfig(Frozen):
 
     @property
     def kept_form(self) -> Storage | None:
-        """The precision in which slots travel to peers that do not train them; None if all of them take fp32 versions.
+        """The precision in which slots travel to peers that do not train them; None if that is their fp32 version.
 
-        Adapters are small. A run that starts from a checkpoint names the digests of its fp32 weights. Small experts do
-        not divide into blocks.
+        Adapters are small. Small experts do not divide into blocks.
         """
         is_divided = self.model.hidden_size * self.model.intermediate_size % KEPT_BLOCK == 0
-        has_forms = self.num_slots > 0 and self.adapter is None and self.model.start is None and is_divided
+        has_forms = self.num_slots > 0 and self.adapter is None and is_divided
         return self.frozen_storage if has_forms and self.frozen_storage != "fp32" else None
 
     @property
@@ -385,6 +384,12 @@ class RunConfig(Frozen):
                 f"{steps} steps of train.batch_size={train.batch_size} sequences of data.sequence_length="
                 f"{self.data.sequence_length} are more than the {MAX_PEER_TOKENS:,} tokens that one peer can train in "
                 f"a round; lower one of them"
+            )
+        start = self.model.start
+        if self.kept_form is not None and start is not None and len(start.kept) != self.num_slots:  # guard: start-forms
+            raise ValueError(
+                f"model.start names {len(start.kept)} kept forms, and the run has {self.num_slots} slots in "
+                f"{self.kept_form}; found the run with --from, which sets both"
             )
         begun = self.adapter.start if self.adapter is not None else None
         if begun is not None and len(begun.slots) != self.num_slots:  # guard: adapter-slots

@@ -93,6 +93,7 @@ def model_of(source: Path) -> ModelConfig:
             router_aux_loss_coef=getattr(config, "router_aux_loss_coef", None) or None,
             shared=NO_DIGEST,
             slots=[NO_DIGEST] * num_experts,
+            kept=[NO_DIGEST] * num_experts,
             generation=_generation(source),
         )
         model = ModelConfig(

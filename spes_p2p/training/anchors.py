@@ -211,5 +211,6 @@ def start_digests(run: RunConfig) -> dict[VectorName, str]:
     start = run.model.start if run.adapter is None else run.adapter.start
     if start is None:
         return {}
-    slots = enumerate(start.slots)
-    return {SHARED: start.shared} | {VectorName.of_slot(slot): each for slot, each in slots}
+    digests = {SHARED: start.shared} | {VectorName.of_slot(slot): each for slot, each in enumerate(start.slots)}
+    forms = run.model.start.kept if run.kept_form is not None and run.model.start is not None else ()
+    return digests | {VectorName.of_slot(slot).kept: each for slot, each in enumerate(forms)}

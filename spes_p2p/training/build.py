@@ -165,8 +165,9 @@ class StartBundles(StoredVectors):
         model = outline_of(run, vocab_size)
         self._source = source
         self._layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
-        self._sizes = Anchors(run, {kind: layout.numel for kind, layout in self._layouts.items()}).bundle_numel()
-        self._digests = start_digests(run)
+        self.anchors = Anchors(run, {kind: layout.numel for kind, layout in self._layouts.items()})
+        self._sizes = self.anchors.bundle_numel()
+        self._digests = {name: each for name, each in start_digests(run).items() if not name.is_kept}
         self._files = ExitStack()
         self._weights: AdapterFiles | StartWeights = (
             StartWeights(source, model, self._files) if run.adapter is None else AdapterFiles(source, model, run)
@@ -227,14 +228,15 @@ def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | 
         DataError: the checkpoint is missing or damaged.
     """
     assert run.model.start is not None
+    kept: list[str] = []
     if run.adapter is None:
-        shared, slots = _digests_of(run, vocab_size, source)
+        shared, slots, kept = _digests_of(run, vocab_size, source)
     else:
         with ExitStack() as stack:
             base = StartWeights(source, outline(run.model, vocab_size, run.data.sequence_length), stack)
             layout = BaseLayout(run, vocab_size)
             shared, *slots = (digest(encode_base(base, layout, slot)) for slot in (None, *range(run.model.num_experts)))
-    start = run.model.start.model_copy(update={"shared": shared, "slots": slots, "source": hub_name})
+    start = run.model.start.model_copy(update={"shared": shared, "slots": slots, "kept": kept, "source": hub_name})
     return run.model_copy(update={"model": run.model.model_copy(update={"start": start})})
 
 
@@ -252,7 +254,7 @@ def with_adapter(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
     """
     assert run.adapter is not None
     none = AdapterStart(shared=NO_DIGEST, slots=[NO_DIGEST] * run.num_slots)
-    shared, slots = _digests_of(_starting(run, none), vocab_size, source)
+    shared, slots, _ = _digests_of(_starting(run, none), vocab_size, source)
     return _starting(run, AdapterStart(shared=shared, slots=slots))
 
 
@@ -261,14 +263,21 @@ def _starting(run: RunConfig, start: AdapterStart) -> RunConfig:
     return run.model_copy(update={"adapter": run.adapter.model_copy(update={"start": start})})
 
 
-def _digests_of(run: RunConfig, vocab_size: int, source: Path) -> tuple[str, list[str]]:
-    """Return the digests of the shared bundle and of each slot's."""
+def _digests_of(run: RunConfig, vocab_size: int, source: Path) -> tuple[str, list[str], list[str]]:
+    """Return the digests of the shared bundle, of each slot's, and of the slots' kept forms, if the run has such."""
     bundles = StartBundles(run, vocab_size, source)
+    slots: list[str] = []
+    kept: list[str] = []
     try:
-        digests = {name: digest(bundles.read(name)) for name in bundles}
+        shared = digest(bundles.read(SHARED))
+        for name in map(VectorName.of_slot, range(run.num_slots)):
+            bundle_N = bundles.read(name)
+            slots.append(digest(bundle_N))
+            if bundles.anchors.form is not None:
+                kept.append(digest(bundles.anchors.kept_form(name, bundle_N)))
     finally:
         bundles.close()
-    return digests[SHARED], [digests[VectorName.of_slot(slot)] for slot in range(run.num_slots)]
+    return shared, slots, kept
 
 
 class Stored(Protocol):

@@ -275,6 +275,8 @@ class HeldSlots:
             if SHARED in found and SHARED not in came:
                 self._unloaded |= {name.weights for name in came}
                 raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
+        if lacking and peers is not None:
+            log.info("caught up with round %d: fetched %d of %d versions", body.round, len(came), len(lacking))
         self._unloaded |= {name.weights for name in came}
         self._take_masters(came)
         slots = [name.weights for name, digest in self.wanted(body).items() if name.slot is not None and digest]
@@ -293,10 +295,7 @@ class HeldSlots:
             AbsentError: a peer has `shared`, but it could not be fetched.
         """
         asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-seeds
-        vectors = self.fetch(routed=routed, peers=asked)
-        if vectors:
-            log.info("caught up with round %d: fetched %d versions", self.certified_round(SHARED), len(vectors))
-        return vectors
+        return self.fetch(routed=routed, peers=asked)
 
     def wanted(self, body: Body) -> dict[VectorName, str]:
         """Return the digest of each version that this peer needs after a certificate (`holdings.wanted`)."""
@@ -382,8 +381,8 @@ class HeldSlots:
         return name.kept if is_others and self._anchors.form is not None else name
 
     def publish_initial(self, name: VectorName, bundle: Tensor) -> None:
-        """Publish a vector of the run's start, of a slot also the kept form; of others' slots that alone."""
-        bundles = {name: bundle} if self.form(name) == name else {}
+        """Publish a vector of the run's start, and its kept form; of others' slots that alone if all can draw them."""
+        bundles = {name: bundle} if self.form(name) == name or self._draw is None else {}
         if name.slot is not None and self._anchors.form is not None:
             bundles[name.kept] = self._anchors.kept_form(name, bundle)
         self._swarm.publish(0, bundles)

@@ -188,7 +188,8 @@ def test_a_run_starts_from_an_upcycled_checkpoint_and_another_from_its_export(wo
     upcycle(UpcycleSettings(source=dense, output=other, num_experts=4, top_k=2, seed=1))
     rounds = {"mode": "steps", "steps": 5, "total": 2, "min_peers": 3}
     file = world.folder / "run.yaml"
-    file.write_text(yaml.safe_dump({"run": {"round": rounds, "data": {"source": "files", "sequence_length": 32}}}))
+    settings = {"data": {"source": "files", "sequence_length": 32}, "frozen_storage": "fp32"}  # exports are exact
+    file.write_text(yaml.safe_dump({"run": {"round": rounds, **settings}}))
     words = ["--max-slots", "2", "--keep-last", "99", "--seed-seconds", "0"]
     peers = {"a": world.start("peer", "a", "--config", file, "--from", moe, *words)}
     wait_for(peers["a"], "others join with")
@@ -207,7 +208,7 @@ def test_a_run_starts_from_an_upcycled_checkpoint_and_another_from_its_export(wo
     assert config["vocab_size"] == 304 and config["max_position_embeddings"] == 128
 
     rounds |= {"min_peers": 1, "total": 1}
-    file.write_text(yaml.safe_dump({"run": {"round": rounds, "data": {"source": "files", "sequence_length": 32}}}))
+    file.write_text(yaml.safe_dump({"run": {"round": rounds, **settings}}))
     again = world.start("peer", "again", "--config", file, "--from", world.folder / "a-2", *words).end(SECONDS)
     assert again.code == 0, again.stderr
     assert_equal_start(world.folder / "again", world.folder / "a-2", world.folder / "again-0")

@@ -15,6 +15,7 @@ from checkpoints import CONFIGS, EXPERTS, MIXTURES, ROWS, SEQUENCE, VOCAB, Batch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from virtual import peer_id
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
@@ -23,11 +24,15 @@ from spes_p2p.model.build import build_slot_model, outline
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.start import StartWeights, model_of
 from spes_p2p.planner.size import model_size
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import StartBundles, WholeModel, with_digests
 from spes_p2p.training.ranks import Ranks
+from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.trainer import Trainer
 
 families = pytest.mark.parametrize("family", sorted(CONFIGS))
@@ -159,6 +164,33 @@ def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path: Path) -
     assert torch.equal(changed[VectorName.of_slot(1)], bundles[VectorName.of_slot(1)])
     with pytest.raises(ConfigError, match="not the checkpoint that the run starts from: its slot-2 is another"):
         changed.check()
+
+
+def test_a_peer_without_the_checkpoint_takes_the_kept_forms_that_the_manifest_names(tmp_path: Path) -> None:
+    source = saved(tmp_path / "stock", "olmoe")
+    assert started(source, frozen_storage="fp32").model.start.kept == []
+    run = started(source, frozen_storage="int8")
+    bundles, start = StartBundles(run, VOCAB, source), run.model.start
+    slots = [VectorName.of_slot(slot) for slot in range(EXPERTS)]
+    assert start.kept == [digest(bundles.anchors.form.encode(bundles[name])) for name in slots]
+    hub = MemoryHub("run", num_slots=EXPERTS)
+    numels = {kind: len(bundles[name]) for kind, name in ((SHARED, SHARED), ("slot", slots[0]))}
+    swarms = [MemorySwarm(hub, peer_id(index)) for index in range(2)]
+    founder, newcomer = (
+        HeldSlots(swarm, run, run_id="run", anchors=Anchors(run, numels), max_slots=1) for swarm in swarms
+    )
+    for swarm in swarms:
+        swarm.enter(bundles.anchors.vectors())
+    for name in bundles:
+        founder.publish_initial(name, bundles[name])
+    founder.announce("active")
+    newcomer.resume([2])
+    assert set(newcomer.catch_up([peer_id(0)])) == {SHARED, *slots}
+    found = {name: version.digest for name, version in swarms[1].versions().items()}
+    expected = {SHARED: start.shared, slots[2]: start.slots[2]}
+    assert found == expected | {name.kept: each for name, each in zip(slots, start.kept, strict=True)}
+    with pytest.raises(ValidationError, match="names 0 kept forms, and the run has 4 slots in bf16"):
+        RunConfig(model=run.model.model_copy(update={"start": start.model_copy(update={"kept": []})}))
 
 
 def test_a_version_of_round_0_that_the_manifest_does_not_name_is_refused(tmp_path: Path) -> None:
