@@ -11,10 +11,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from hivemind.utils.timed_storage import get_dht_time
 from transformers import PreTrainedTokenizerBase
 
@@ -60,6 +62,7 @@ from spes_p2p.swarm.manifest import (
 from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.introductions import called_back
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, check_port, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import mapped_port
@@ -156,8 +159,22 @@ class Kept:
 @contextlib.contextmanager
 def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Revisions]]:
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
-    with _with_port(config) as config, _joined(config, kept) as entered:
-        yield entered
+    if config.initial_peers and config.run is not None:
+        raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
+    if config.initial_peers and config.adapter is not None:
+        raise ConfigError("whether a run trains adapters is in its manifest; drop --adapter, or --initial-peers")
+    if config.client_mode and not (config.initial_peers or config.resume):
+        raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
+    run = config.run or (kept.runs[-1] if kept.runs else RunConfig())
+    if not (config.initial_peers or config.start_from):
+        check_choices(config, run)
+    founded = None if config.initial_peers or config.resume else founder_settings(config, run)
+    with _with_port(config) as config, contextlib.closing(_swarm(config)) as swarm:
+        if swarm.node.meets_others:
+            swarm.links.learn_kind()
+            log.info("this peer takes no calls; %s", swarm.links.told())
+        manifest = _manifest(config, swarm, founded, kept.manifest)
+        yield _enter(config, swarm, manifest, kept.found, founds=founded is not None)
 
 
 @contextlib.contextmanager
@@ -179,64 +196,44 @@ def _identity(config: PeerConfig) -> Identity:
     return Identity(config.identity or config.output / "identity.key")
 
 
-@contextlib.contextmanager
-def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Revisions]]:
-    if config.initial_peers and config.run is not None:
-        raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
-    if config.initial_peers and config.adapter is not None:
-        raise ConfigError("whether a run trains adapters is in its manifest; drop --adapter, or --initial-peers")
-    if config.client_mode and not (config.initial_peers or config.resume):
-        raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
-    run = config.run or (kept.runs[-1] if kept.runs else RunConfig())
-    if not (config.initial_peers or config.start_from):
-        check_choices(config, run)
-    founded = None if config.initial_peers or config.resume else founder_settings(config, run)
-    swarm = _swarm(config, client_mode=config.client_mode)
-    try:
-        is_told = bool(config.announce) and not config.map_port  # what a router says of its address may be wrong
-        if not (config.client_mode or is_told or swarm.can_be_called()):
-            log.warning(
-                "other peers cannot open a connection to this one: %s. It calls them instead, trains and averages, and "
-                "they fetch what it publishes over its connections",
-                why_unreachable(config.host, swarm.node.port),
-            )
-            swarm.close()
-            swarm = _swarm(config.model_copy(update={"announce": []}), client_mode=True)
-        elif forwarded := _forwarded(config, swarm):
-            swarm.close()
-            swarm = _swarm(forwarded, client_mode=False)
-        if swarm.node.meets_others:
-            swarm.links.learn_kind()
-            log.info("this peer takes no calls; %s", swarm.links.told())
-        manifest = _manifest(config, swarm, founded, kept.manifest)
-        yield _enter(config, swarm, manifest, kept.found, founds=founded is not None)
-    finally:
-        swarm.close()
-
-
-def _forwarded(config: PeerConfig, swarm: HivemindSwarm) -> PeerConfig | None:
-    """Return the settings that announce the router's address too, where it forwards the port; None elsewhere."""
-    if config.announce or config.client_mode or not (hosts := swarm.hosts_outside()):
-        return None
-    port = swarm.node.port
-    announced = [f"/ip4/{hosts[0]}/tcp/{port}/p2p/{swarm.peer_id}", *swarm.node.addresses()]
-    log.info("a router forwards TCP port %d of %s to this machine; announcing that address, too", port, hosts[0])
-    return config.model_copy(update={"announce": announced, "port": port})
-
-
-def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
+def _swarm(config: PeerConfig) -> HivemindSwarm:
     """Start this peer's node, and the swarm on top of it."""
     known, identity = Peerstore(config.output / peerstore.FILE), _identity(config)
     host = listen_host(config, known)
     port = listen_port(config, host, identity.peer_id)
+    listen = ListenConfig(host, port, tuple(config.announce), client_mode=config.client_mode)
+    is_told = bool(config.announce) and not config.map_port  # what a router says of its address may be wrong
     node = Node(
         identity,
         config.run_name,
         initial_peers=config.initial_peers,
         peerstore=known,
-        listen=ListenConfig(host, port, tuple(config.announce), client_mode=client_mode),
+        listen=listen,
+        seen=None if config.client_mode or is_told else partial(as_seen, listen),
     )
     return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
+
+
+def as_seen(listen: ListenConfig, node: Node) -> ListenConfig:
+    """Return how a peer listens once others have tried to call it: in client mode if none could.
+
+    Where a router forwards the port, it announces the router's address, too.
+    """
+    can_be_called, hosts = called_back(node)
+    if not can_be_called:
+        log.warning(
+            "other peers cannot open a connection to this one: %s. It calls them instead, trains and averages, and "
+            "they fetch what it publishes over its connections",
+            why_unreachable(listen.host, node.port),
+        )
+        return replace(listen, announce=(), client_mode=True)
+    own = {each.address for card in psutil.net_if_addrs().values() for each in card}
+    outside, port = [host for host in hosts if host not in own], node.port
+    if listen.announce or not outside:
+        return listen
+    log.info("a router forwards TCP port %d of %s to this machine; announcing that address, too", port, outside[0])
+    announced = (f"/ip4/{outside[0]}/tcp/{port}/p2p/{node.peer_id}", *node.addresses())
+    return replace(listen, announce=announced, port=port)
 
 
 def listen_host(config: PeerConfig, known: Peerstore) -> str:
@@ -265,11 +262,11 @@ def listen_port(config: PeerConfig, host: str, peer_id: str) -> int:
     return port
 
 
-def why_unreachable(host: str | None, port: int) -> str:
-    """Return why other peers cannot call this one, which listens on `host` (None: as by default), and the remedy."""
-    if host is not None and (host.startswith("127.") or host == "::1"):
+def why_unreachable(host: str, port: int) -> str:
+    """Return why other peers cannot call this one, which listens on `host`, and the remedy."""
+    if host.startswith("127.") or host == "::1":
         return f"it listens on {host}, which only this machine reaches; drop --host"
-    if host not in (None, EVERY_INTERFACE, "0.0.0.0", "::"):
+    if host not in (EVERY_INTERFACE, "0.0.0.0", "::"):
         return f"it listens on {host} alone, whose TCP port {port} they do not reach; drop --host, or set --announce"
     return (
         f"a router or firewall blocks TCP port {port} of this machine; forward a port to it and set --port, or set "

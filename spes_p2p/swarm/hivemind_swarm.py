@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
 from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
@@ -98,9 +97,9 @@ class HivemindSwarm:
         """Whether the last attempt to average these deltas had a roster, whose members redo it."""
         self._reserved_at = time.monotonic()
         self._links_rest_until = 0.0
-        self._dial_back = DialBack(node)
         self.links = Links(node)
         if not node.client_mode:
+            DialBack(node)
             Introducer(node)
         self._membership = Membership(node, self.watchdog)
         if not node.has_met_peers:
@@ -168,15 +167,6 @@ class HivemindSwarm:
         if recent:
             self._follow()
             self.consensus.find(recent, self.node.initial_peers())
-
-    def can_be_called(self) -> bool:
-        """Tell whether other peers can dial this one; True if no peer could be asked."""
-        return self._dial_back.is_reachable(self.node.initial_peers())
-
-    def hosts_outside(self) -> list[str]:
-        """Return the hosts at which peers have reached this one and that this machine does not know: its router's."""
-        own = {each.address for card in psutil.net_if_addrs().values() for each in card}
-        return [host for host in self._dial_back.hosts if host not in own]
 
     # ------------------------------------------------------------------ records
 

@@ -197,10 +197,7 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
     if setting.collects:
         _collect_all_the_time()
     try:
-        swarm = _start(setting, client_mode=False)
-        if setting.falls_back and not swarm.can_be_called():
-            swarm.close()
-            swarm = _start(setting, client_mode=True)
+        swarm = _start(setting)
         vectors = Vectors(setting.numels, setting.segments)
         me, max_slots = swarm.peer_id, setting.max_slots
         start = start_of(setting.voters or (me,), max(NUM_SLOTS, max_slots))
@@ -246,18 +243,24 @@ def _collect_all_the_time() -> None:
     os.register_at_fork(after_in_child=lambda: threading.Thread(target=collect, daemon=True).start())
 
 
-def _start(setting: Setting, client_mode: bool):
+def _start(setting: Setting):
     """Return a swarm over a node of its own."""
     from spes_p2p.swarm import hivemind_swarm
     from spes_p2p.swarm.p2p.node import ListenConfig, Node
     from spes_p2p.swarm.p2p.peerstore import FILE, Peerstore
 
+    listen, seen = ListenConfig(setting.host), None
+    if setting.falls_back:
+        from spes_p2p.peer.joining import as_seen
+
+        seen = functools.partial(as_seen, listen)
     node = Node(
         Identity(setting.directory / "key"),
         RUN_ID,
         initial_peers=setting.initial_peers,
         peerstore=Peerstore(setting.directory / FILE) if setting.known_peers else None,
-        listen=ListenConfig(setting.host, client_mode=client_mode),
+        listen=listen,
+        seen=seen,
     )
     return hivemind_swarm.HivemindSwarm(node, setting.directory / "versions")
 

@@ -155,10 +155,10 @@ def test_a_port_that_is_occupied_on_one_kind_of_address_is_found_out() -> None:
         ("127.0.0.1", "only this machine reaches", "drop --host"),
         ("::1", "only this machine reaches", "drop --host"),
         ("10.0.0.5", "10.0.0.5 alone", "--announce"),
-        (None, "router or firewall blocks TCP port 4001", "forward a port"),
+        (EVERY_INTERFACE, "router or firewall blocks TCP port 4001", "forward a port"),
         ("0.0.0.0", "router or firewall blocks TCP port 4001", "forward a port"),
     ],
 )
-def test_a_peer_that_cannot_be_called_is_told_why(host: str | None, cause: str, remedy: str) -> None:
+def test_a_peer_that_cannot_be_called_is_told_why(host: str, cause: str, remedy: str) -> None:
     told = why_unreachable(host, 4001)
     assert cause in told and remedy in told

@@ -390,52 +390,48 @@ def _service(node: Node, name: str = "introduce") -> str:
     return f"{node.run_id}::{name}"
 
 
-class DialBack:
-    """Dials peers back on request, and asks peers to dial this one back.
+def called_back(node: Node) -> tuple[bool, list[str]]:
+    """Ask some initial peers to connect to this one.
 
-    Only the address from which the caller's own connection comes is dialled; otherwise a peer could have a third
-    machine dialled.
-
-    Args:
-        node: The peer's host; outside of client mode it answers at once.
-
-    Attributes:
-        hosts: IPv4 addresses at which peers have reached this one, those that most name first.
+    Returns:
+        False if some have tried and none could; the IPv4 hosts at which they have reached it, most often named first.
     """
+    service, question = _service(node, "dialback"), _CallMe(port=node.port)
 
-    def __init__(self, node: Node) -> None:
-        self.hosts: Sequence[str] = ()
-        self._node = node
-        self._service = _service(node, "dialback")
-        self._limit = asyncio.Semaphore(MAX_CALLED_BACK)
-        if not node.client_mode:
-            said = functools.partial(log.info, "did not call %s back: %s")
-            node.run(listen(node, self._service, CALLED_BACK_SECONDS, self._answer, said), CALLED_BACK_SECONDS)
-
-    def is_reachable(self, peers: Sequence[str]) -> bool:
-        """Return False if some of these peers have tried to connect to this one and none could."""
-        question = _CallMe(port=self._node.port)
-
-        async def ask_all() -> list[_Called]:
-            return await asyncio.gather(*(self._ask(peer, question) for peer in peers[:MAX_CALLERS]))
-
-        try:
-            answers = self._node.run(ask_all(), 2 * CALLED_BACK_SECONDS)
-        except TimeoutError:
-            log.warning("no peer said in time whether it can call this one; this machine may have stood still")
-            answers = []
-        named = Counter(answer.host for answer in answers if answer.is_reached and answer.host)
-        self.hosts = [host for host, _ in named.most_common()]
-        reached = [answer.is_reached for answer in answers]
-        return any(reached) or False not in reached
-
-    async def _ask(self, peer: str, question: _CallMe) -> _Called:
+    async def ask_one(peer: str) -> _Called:
         try:
             async with asyncio.timeout(CALLED_BACK_SECONDS):
-                return await ask(self._node, peer, self._service, question, _Called, CALLED_BACK_SECONDS)
+                return await ask(node, peer, service, question, _Called, CALLED_BACK_SECONDS)
         except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
             log.debug("%s does not say whether it can call us: %r", peer, error)
             return _Called(is_reached=None)
+
+    async def ask_all() -> list[_Called]:
+        return await asyncio.gather(*map(ask_one, node.initial_peers()[:MAX_CALLERS]))
+
+    try:
+        answers = node.run(ask_all(), 2 * CALLED_BACK_SECONDS)
+    except TimeoutError:
+        log.warning("no peer said in time whether it can call this one; this machine may have stood still")
+        answers = []
+    hosts = Counter(answer.host for answer in answers if answer.is_reached and answer.host)
+    reached = [answer.is_reached for answer in answers]
+    return any(reached) or False not in reached, [host for host, _ in hosts.most_common()]
+
+
+class DialBack:
+    """Dials peers back on request.
+
+    Only the address from which the caller's own connection comes is dialled; otherwise a peer could have a third
+    machine dialled.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._limit = asyncio.Semaphore(MAX_CALLED_BACK)
+        said = functools.partial(log.info, "did not call %s back: %s")
+        service = _service(node, "dialback")
+        node.run(listen(node, service, CALLED_BACK_SECONDS, self._answer, said), CALLED_BACK_SECONDS)
 
     async def _answer(self, channel: Channel, asker: str) -> None:
         question = _CallMe.parse(await channel.receive_text())

@@ -136,8 +136,10 @@ def _announced(listened: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------------- starting
 
 
-async def start_p2pd(identity: Identity, initial_peers: Sequence[str], listen: ListenConfig) -> DaemonP2P:
-    """Start a libp2p host and connect it to the initial peers.
+async def start_p2pd(
+    identity: Identity, initial_peers: Sequence[str], listen: ListenConfig, *, is_again: bool = False
+) -> DaemonP2P:
+    """Start a libp2p host and connect it to the initial peers; `is_again` after one of the same identity has ended.
 
     Raises:
         ConfigError: another peer has this identity.
@@ -149,7 +151,8 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], listen: L
     announced = named or ([NOWHERE] if listen.client_mode and at else _announced(at))
     reach = ({"dht_mode": "client"} if listen.client_mode else {}) | ({} if at else {"no_listen": True})
     try:
-        if initial_peers and not identity.is_new and await _is_in_use(identity, initial_peers):  # guard: own-identity
+        may_be_in_use = initial_peers and not (identity.is_new or is_again)
+        if may_be_in_use and await _is_in_use(identity, initial_peers):  # guard: own-identity
             raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
         p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
@@ -354,10 +357,10 @@ class Node:
             peerstore answers.
         peerstore: Peers met before; dialled if no initial peer answers, and kept connected from then on.
         listen: How other peers reach this one; by default on a free port of this machine alone.
+        seen: Asks the peers that answer how they see this one, before the DHT starts; returns how it listens then.
 
     Attributes:
         has_met_peers: Another peer answered at the start.
-        meets_others: It takes no calls, but listens for those of peers that it is introduced to.
 
     Raises:
         ConfigError: a malformed address, or an occupied port.
@@ -375,14 +378,14 @@ class Node:
         initial_peers: Sequence[str] = (),
         peerstore: Peerstore | None = None,
         listen: ListenConfig | None = None,
+        seen: Callable[[Node], ListenConfig] | None = None,
     ) -> None:
         self.identity = identity
         self.run_id = run_id
         self.peer_id = identity.peer_id
         self.peerstore = peerstore if peerstore is not None else Peerstore()
         self._listen = listen or ListenConfig()
-        self.client_mode = self._listen.client_mode
-        self.meets_others = self._listen.client_mode and self._listen.uses_udp
+        self._seen = seen
         check_addresses(initial_peers)
         check_addresses(self._listen.announce, of_peers=False)
         if not self.client_mode:
@@ -432,6 +435,10 @@ class Node:
 
     def _start(self, addresses: list[str]) -> None:
         self.p2p = self.run(start_p2pd(self.identity, addresses, self._listen), 2 * STARTUP_SECONDS)
+        if self._seen is not None and addresses and (listen := self._seen(self)) != self._listen:
+            self._stop_daemons()
+            self._listen = listen
+            self.p2p = self.run(start_p2pd(self.identity, addresses, listen, is_again=True), 2 * STARTUP_SECONDS)
         self.dht = start_dht(self.p2p, self._validator, addresses, client_mode=self.client_mode)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
@@ -449,6 +456,16 @@ class Node:
             self._loop.call_soon_threadsafe(listener)
 
     # ------------------------------------------------------------------ addresses
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether this peer takes no calls."""
+        return self._listen.client_mode
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether it takes no calls, but listens for those of peers that it is introduced to."""
+        return self._listen.client_mode and self._listen.uses_udp
 
     def addresses(self) -> list[str]:
         """Return the TCP multiaddrs under which this peer can be reached, public ones first, loopback ones last."""
