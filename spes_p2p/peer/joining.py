@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import psutil
 from hivemind.utils.timed_storage import get_dht_time
@@ -22,13 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import (
-    MAX_ADDRESSES,
-    JoinLink,
-    KeptRounds,
-    PeerConfig,
-    RunConfig,
-)
+from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, PeerConfig, RunConfig
 from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
@@ -80,35 +74,6 @@ HEARTBEATS_WAITED = 1.5
 """Heartbeats after which a claim that was not renewed is of a peer that has ended."""
 ANY_MEMORY = 2**60
 """In place of a GPU's memory, where it does not tell."""
-
-
-def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
-    """Log in a thread how much has come, until this peer takes part.
-
-    Args:
-        swarm: Which downloads.
-        num_bytes: What is to come; nothing logs nothing.
-    """
-    if num_bytes:
-        threading.Thread(target=_log_download, args=(swarm, num_bytes), name="download", daemon=True).start()
-
-
-def _is_over(swarm: HivemindSwarm, num_bytes: int) -> bool:
-    if swarm.wait(LOOK_SECONDS) or swarm.exchange.bytes_in >= num_bytes:
-        return True
-    mine = swarm.read(Claim).get(swarm.peer_id)
-    return mine is not None and mine.state == "active"  # type: ignore[attr-defined]
-
-
-def _log_download(swarm: HivemindSwarm, num_bytes: int) -> None:
-    began = said = time.monotonic()
-    while not _is_over(swarm, num_bytes):
-        now, come = time.monotonic(), swarm.exchange.bytes_in
-        if now - said >= SAY_SECONDS:
-            said, rate = now, come / (now - began)
-            log.info("downloaded %.1f of %.1f MB, %.1f MB/s", come / 1e6, num_bytes / 1e6, rate / 1e6)
-
-
 ADDRESS_FILE = "address"
 """In a peer's output: a multiaddr that others join by, there once the peer is in the swarm."""
 LINK_FILE = "link"
@@ -117,47 +82,43 @@ LINK_FILE = "link"
 
 @dataclass(frozen=True)
 class Admission:
-    """What every rank must know once the leader has joined.
-
-    Attributes:
-        manifest: The run's.
-        run: The run's settings in force.
-        max_slots: Slots this peer can train.
-        data_seed: Seed of its data order.
-        found: Its checkpoint, after a restart.
-    """
+    """What every rank must know once the leader has joined."""
 
     manifest: Manifest
     run: RunConfig
+    """The run's settings in force."""
     max_slots: int
     data_seed: int
     found: Found | None
+    """The peer's checkpoint, after a restart."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a peer has kept of its run since an earlier start.
+    """What a peer has kept of its run since an earlier start; at its first start nothing."""
 
-    Attributes:
-        manifest: The run's; None if this is the peer's first start.
-        found: Its checkpoint, if it has one.
-        runs: The run's settings in the manifest, and as the revisions that lie here change them.
-    """
-
-    manifest: Manifest | None
-    found: Found | None
+    manifest: Manifest | None = None
+    found: Found | None = None
+    """Its checkpoint."""
     runs: Sequence[RunConfig] = ()
+    """The run's settings in the manifest, and as each revision that lies here changes them."""
 
     @property
     def is_finished(self) -> bool:
         """Whether the run's last round is saved."""
-        if self.manifest is None or self.found is None:
-            return False
-        return self.found.state.round >= self.runs[-1].round.total
+        return self.found is not None and self.found.state.round >= self.runs[-1].round.total
+
+
+class Joined(NamedTuple):
+    """A peer that has entered its run."""
+
+    swarm: HivemindSwarm
+    admission: Admission
+    revisions: Revisions
 
 
 @contextlib.contextmanager
-def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Revisions]]:
+def joined(config: PeerConfig, kept: Kept) -> Iterator[Joined]:
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
@@ -187,18 +148,14 @@ def _with_port(config: PeerConfig) -> Iterator[PeerConfig]:
         raise ConfigError(
             "--map-port forwards the port that --port names; set --port, and drop --announce, --client-mode"
         )
-    peer_id = _identity(config).peer_id
-    with mapped_port(config.port) as outside:
-        yield config.model_copy(update={"announce": [f"/ip4/{outside}/tcp/{config.port}/p2p/{peer_id}"]})
-
-
-def _identity(config: PeerConfig) -> Identity:
-    return Identity(config.identity or config.output / "identity.key")
+    with mapped_port(config.port) as outside:  # p2pd appends this peer's id
+        yield config.model_copy(update={"announce": [f"/ip4/{outside}/tcp/{config.port}"]})
 
 
 def _swarm(config: PeerConfig) -> HivemindSwarm:
     """Start this peer's node, and the swarm on top of it."""
-    known, identity = Peerstore(config.output / peerstore.FILE), _identity(config)
+    known = Peerstore(config.output / peerstore.FILE)
+    identity = Identity(config.identity or config.output / "identity.key")
     host = listen_host(config, known)
     port = listen_port(config, host, identity.peer_id)
     listen = ListenConfig(host, port, tuple(config.announce), client_mode=config.client_mode)
@@ -282,7 +239,7 @@ def kept(config: PeerConfig) -> Kept:
         JoinError: it is of another run, or damaged.
     """
     if not config.resume:
-        return Kept(None, None)
+        return Kept()
     if not any((config.output / name).exists() for name in ("versions", "checkpoint")):
         raise JoinError(
             f"--output {config.output} holds nothing of run {config.run_id!r} to resume; name another, and to keep the "
@@ -363,55 +320,66 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
 
 def _enter(
     config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None, *, founds: bool
-) -> tuple[HivemindSwarm, Admission, Revisions]:
+) -> Joined:
+    """Check what this machine can do for the run, and begin with it."""
     run = manifest.config
     check_choices(config, run)
-    size = run_size(run, manifest.vocab_size)
-    group = Ranks(config.device)
-    on_gpu = group.device.type == "cuda"
-    setup = Setup.of(run, config, manifest.vocab_size, num_ranks=group.world_size, on_gpu=on_gpu)
+    size, ranks = run_size(run, manifest.vocab_size), Ranks(config.device)
+    on_gpu = ranks.device.type == "cuda"
+    setup = Setup.of(run, config, manifest.vocab_size, num_ranks=ranks.world_size, on_gpu=on_gpu)
     max_slots = _max_slots(config, size, setup)
-    numels = {SHARED: size.shared_params, "slot": size.slot_params}
-    anchors = Anchors(run, numels)
+    anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
     guests = guest_list(swarm, manifest, config.invite or "")
     if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
         raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
     if not link_addresses(swarm):
         raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
     if not founds:
-        _check_text(config, run)
+        data = config.corpus(run.data)
+        if data.source == "files" and not (data.paths or data.fingerprint or data.mixture):
+            corpus_bytes(data, config.text)  # refuses missing text before others see a claim that no peer will train
         check_alone(swarm, config.output, run.round.heartbeat_seconds)
     if run.adapter is not None:
         source = own_copy(config.start_from)
         obtain_base(swarm, manifest, source)
         if source is not None:
             note_base(config.output, source)
-    entry: dict[str, Any] = {"max_slots": max_slots, "guests": guests, "is_new": founds, "recent": config.recent}
-    swarm.enter(run.round, anchors.vectors(), manifest.genesis(), **entry)
+    swarm.enter(
+        run.round,
+        anchors.vectors(),
+        manifest.genesis(),
+        max_slots=max_slots,
+        guests=guests,
+        is_new=founds,
+        recent=config.recent,
+    )
     if config.resume_round is not None:
         swarm.consensus.cut(config.resume_round)
     revisions = Revisions(swarm, manifest, config.output / REVISION_FILE)
     revisions.look()
+    _say_what(swarm, manifest, size, max_slots, config)
+    _say_cost(swarm, size, min(max_slots, run.num_slots), setup, config)
+    _say_link(config, write_link(config.output, swarm, manifest), config.flags_of_others(run), founds=founds)
+    if (data_seed := config.data_seed) is None:
+        data_seed = int.from_bytes(hashlib.sha256(swarm.peer_id.encode()).digest()[:4], "big")
+    return Joined(swarm, Admission(manifest, revisions.run, max_slots, data_seed, found), revisions)
+
+
+def _say_what(swarm: HivemindSwarm, manifest: Manifest, size: ModelSize, max_slots: int, config: PeerConfig) -> None:
+    """Say which run this is, and what of it this peer trains."""
+    run = manifest.config
     log.info("run %r, manifest %s, founded by %s", manifest.run_id, manifest.digest[:12], manifest.founder)
-    num_slots = min(max_slots, run.num_slots)
-    what = (
-        f"trains up to {num_slots} of {run.num_slots} slots"
-        if run.num_slots
-        else f"trains all of the {'adapters' if run.adapter else 'model'}"
-    )
-    log.info("this peer is %s and %s", swarm.peer_id, what)
+    what = f"all of the {'adapters' if run.adapter else 'model'}"
+    if run.num_slots:
+        what = f"up to {min(max_slots, run.num_slots)} of {run.num_slots} slots"
+    log.info("this peer is %s and trains %s", swarm.peer_id, what)
     if config.initial_peers and not (swarm.node.client_mode or config.announce):
         log.info("other peers can open a connection to it")
     log.info("the model has %s parameters and learns from %s", params_text(size.total_params), run.data.in_words())
-    _say_cost(swarm, size, num_slots, setup, config)
-    _tell_link(config, write_link(config.output, swarm, manifest), config.flags_of_others(run), founds=founds)
-    seed = hashlib.sha256(swarm.peer_id.encode()).digest()
-    data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
-    return swarm, Admission(manifest, revisions.run, max_slots, data_seed, found), revisions
 
 
-def _tell_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -> None:
-    """Say how others join, which need these flags."""
+def _say_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -> None:
+    """Say how others join, with these flags."""
     (config.output / ADDRESS_FILE).write_text(f"{link.addresses[0]}\n")  # last: its readers wait for it
     log.info("others join with: spes join %s%s", link.encode(), needs)
     if founds:
@@ -438,15 +406,20 @@ def write_link(output: Path, swarm: HivemindSwarm, manifest: Manifest) -> JoinLi
     return link
 
 
-def _check_text(config: PeerConfig, run: RunConfig) -> None:
-    """Refuse text that is not there before others see a claim that no peer will train; a founder has read its own.
+def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
+    """Log in a thread how many of `num_bytes` have come, until all have or this peer takes part."""
 
-    Raises:
-        ConfigError, DataError: the run trains on files and none is named, or a path does not exist or holds no file.
-    """
-    data = config.corpus(run.data)
-    if data.source == "files" and not (data.paths or data.fingerprint or data.mixture):
-        corpus_bytes(data, config.text)
+    def follow() -> None:
+        began = said = time.monotonic()
+        while (come := swarm.exchange.bytes_in) < num_bytes and not swarm.wait(LOOK_SECONDS):
+            mine = swarm.read(Claim).get(swarm.peer_id)
+            if mine is not None and mine.state == "active":  # type: ignore[attr-defined]
+                return
+            if (now := time.monotonic()) - said >= SAY_SECONDS:
+                said, rate = now, come / (now - began)
+                log.info("downloaded %.1f of %.1f MB, %.1f MB/s", come / 1e6, num_bytes / 1e6, rate / 1e6)
+
+    threading.Thread(target=follow, name="download", daemon=True).start()
 
 
 def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
@@ -476,13 +449,12 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
     log.info(
         "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
         "about %s and receives as much, %s in all",
-        *(
-            size_text(peer_bytes(size, max_slots, with_programs(setup))),
-            size_text(disk_bytes(size, max_slots, kept.keep_last, setup)),
-            size_text(download),
-            num_peers,
-        ),
-        *(size_text(traffic.total), size_text(2 * traffic.total)),
+        size_text(peer_bytes(size, max_slots, with_programs(setup))),
+        size_text(disk_bytes(size, max_slots, kept.keep_last, setup)),
+        size_text(download),
+        num_peers,
+        size_text(traffic.total),
+        size_text(2 * traffic.total),
     )
     if kept.keep_every is not None:
         each = size_text(disk_bytes(size, max_slots, 2, setup) - disk_bytes(size, max_slots, 1, setup))

@@ -27,12 +27,12 @@ from spes_p2p.monitor.page.server import check_place
 from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
-from spes_p2p.peer.joining import Admission, joined, kept, write_link
+from spes_p2p.peer.joining import Admission, Joined, joined, kept, write_link
 from spes_p2p.peer.output_dir import alone_in, check_output, fresh_output
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import TOKENIZER, Manifest, Revisions
+from spes_p2p.swarm.manifest import TOKENIZER, Manifest
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
@@ -99,20 +99,20 @@ def run(
                 group.close()
                 return 0
             with (
-                joined(config, own) as (swarm, admission, revisions),
+                joined(config, own) as entered,
                 controls.watching(
-                    swarm.traffic,
-                    max_slots=admission.max_slots,
+                    entered.swarm.traffic,
+                    max_slots=entered.admission.max_slots,
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
-                shown(config, swarm, revisions, controls) as page,
-                restart.when_daemons_die(swarm, end),
+                shown(config, entered.swarm, entered.revisions, controls) as page,
+                restart.when_daemons_die(entered.swarm, end),
             ):
-                on_joined(swarm.node.contacts())
+                on_joined(entered.swarm.node.contacts())
                 try:
-                    _train(config, group, end, (swarm, admission, revisions), keep or _nothing, page, controls)
+                    _train(config, group, end, entered, keep or _nothing, page, controls)
                 except KeyboardInterrupt:
-                    if swarm.watchdog.death and not end.is_asked:
+                    if entered.swarm.watchdog.death and not end.is_asked:
                         raise
                     log.info("leaving; %s%s", CONTINUE, _model_so_far(config.output))
                     return EXIT_INTERRUPTED
@@ -148,13 +148,13 @@ def _train(
     config: PeerConfig,
     ranks: Ranks,
     end: Termination,
-    joined: tuple[HivemindSwarm, Admission, Revisions],
+    joined: Joined,
     keep_output: Callable[[], None],
     page: PeerPage | None,
     controls: Controls,
 ) -> None:
     """Train to the run's end. Until its data are read, a start may still fail."""
-    swarm, admission, _ = joined
+    swarm, admission, revisions = joined
     tell = page.say if page is not None else _nothing
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.close)
@@ -167,25 +167,32 @@ def _train(
         checkpoint, found = checkpoint_of(config.output, config), admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
         run = _to_resume(config, admission.run, saved)
-        sync = _synchroniser(config, run, swarm, admission, trainer)
+        run_id, max_slots = admission.manifest.run_id, admission.max_slots
+        sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=max_slots, machine=config)
+        if found is not None:
+            sync.held.resume(found.state.slots)
         stack.callback(sync.held.leave)
         sync.amended = partial(_each_round, config, joined)
         end.prepare(partial(_hand_over, sync, run.round), 2 * run.round.exchange_seconds)
-        initial: Callable[[], Mapping[VectorName, Tensor]] | None = None
-        if SHARED not in swarm.versions() and saved is None:
-            initial = _initial(config, run, admission.manifest.vocab_size, sync, trainer)
+        has_version = SHARED in swarm.versions() or saved is not None
+        initial = None if has_version else _initial(config, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
         loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, intent=controls.intent)
         try:
             loop.open(initial, saved)
             if config.resume_round not in (None, sync.round) and not loop.is_ended:
-                text = "--resume-round %d: the other peers go on from %d; stop all"
-                log.warning(text, config.resume_round, sync.round)
+                other = "--resume-round %d: the other peers go on from %d; stop all"
+                log.warning(other, config.resume_round, sync.round)
             del saved, initial  # as large as the model, or open files of a checkpoint; neither is needed again
             tell("")
             loop.run(page.reported if page is not None else None)
             ranks.say(None)  # the other ranks end
-            _end(config, joined, end, loop, tell)
+            if not loop.is_ended:
+                _serve_for_a_while(config, swarm, revisions.run.round.total, tell)
+                return
+            tell("leaving", LEAVING)
+            end.hand_over()
+            log.info("finished as asked; %s%s", CONTINUE, _model_so_far(config.output))
         except KeyboardInterrupt:
             if not swarm.watchdog.death:
                 tell("leaving", LEAVING)
@@ -193,36 +200,20 @@ def _train(
             raise
 
 
-def _end(
-    config: PeerConfig,
-    joined: tuple[HivemindSwarm, Admission, Revisions],
-    end: Termination,
-    loop: TrainingLoop,
-    tell: Callable[..., None],
-) -> None:
-    """Serve the final versions for a while, or hand over, if the owner has ended this peer before."""
-    if not loop.is_ended:
-        _serve_for_a_while(config, joined[0], joined[2].run.round.total, tell)
-        return
-    tell("leaving", LEAVING)
-    end.hand_over()
-    log.info("finished as asked; %s%s", CONTINUE, _model_so_far(config.output))
-
-
 def _trainer(config: PeerConfig, ranks: Ranks, admission: Admission) -> tuple[Trainer, LongTensor]:
     """Return this rank's trainer, and the sequences that the loss gate measures."""
     run, manifest = admission.run, admission.manifest
-    text, probe_BT1 = _source(config, run, manifest)
+    source, probe_BT1 = _source(config, run, manifest)
     base = stored_base(config.output / "versions", manifest)
-    data = text(admission.data_seed)
+    data = source(admission.data_seed)
     return build_trainer(run, manifest.vocab_size, data, ranks, machine=config, base=base), probe_BT1
 
 
-def _each_round(config: PeerConfig, joined: tuple[HivemindSwarm, Admission, Revisions]) -> RunConfig | None:
+def _each_round(config: PeerConfig, joined: Joined) -> RunConfig | None:
     """Write the run's link with a recent certificate; return the settings if they have changed."""
     with contextlib.suppress(OSError, ValueError):  # a full disk, or no address now: the last link holds
-        write_link(config.output, joined[0], joined[1].manifest)
-    return joined[2].look()
+        write_link(config.output, joined.swarm, joined.admission.manifest)
+    return joined.revisions.look()
 
 
 def _to_resume(config: PeerConfig, run: RunConfig, saved: Saved | None) -> RunConfig:
@@ -250,31 +241,17 @@ def _initial(
 
 def _source(config: PeerConfig, run: RunConfig, manifest: Manifest) -> tuple[Callable[[int], TokenSource], LongTensor]:
     """Return what makes the training data of a seed, and the sequences that the loss gate measures."""
-    tokenizer = _tokenizer(config, manifest, run.data.chat_template or "")
+    file = config.output / "versions" / f"{TOKENIZER}.{manifest.tokenizer_digest}.bin"
+    if not file.is_file():
+        raise DataError(f"there is no {file}; join again with --overwrite")
+    place, template = config.output / "tokenizer", run.data.chat_template or ""
+    tokenizer = ConfinedTokenizer(file.read_bytes(), place, manifest.vocab_size, template)
     corpus = with_fetched(config.corpus(run.data), config.cache)
     source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache)
     probe_BT1 = probe_windows(run.data, tokenizer, MAX_PROBE_PARTS * probe_sequences(run.data.sequence_length))
     if run.data.source != "hub":
         tokenizer.close()  # all text is tokenised now
     return source, probe_BT1 if probe_BT1 is not None else public_text(source, run.data.sequence_length)
-
-
-def _tokenizer(config: PeerConfig, manifest: Manifest, template: str) -> ConfinedTokenizer:
-    """Rebuild the run's tokenizer from the version that this machine has verified."""
-    file = config.output / "versions" / f"{TOKENIZER}.{manifest.tokenizer_digest}.bin"
-    if not file.is_file():
-        raise DataError(f"there is no {file}; join again with --overwrite")
-    return ConfinedTokenizer(file.read_bytes(), config.output / "tokenizer", manifest.vocab_size, template)
-
-
-def _synchroniser(
-    config: PeerConfig, run: RunConfig, swarm: HivemindSwarm, admission: Admission, trainer: Trainer
-) -> Synchroniser:
-    run_id = admission.manifest.run_id
-    sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=admission.max_slots, machine=config)
-    if admission.found is not None:
-        sync.held.resume(admission.found.state.slots)
-    return sync
 
 
 def _hand_over(sync: Synchroniser, rounds: RoundConfig, seconds: float) -> None:
@@ -293,16 +270,7 @@ def _serve_for_a_while(
     tell("serving", "the last round is trained; a monitor may fetch its model")
     seconds = SEED_SECONDS if config.seed_seconds is None else config.seed_seconds
     log.info("trained the last round; serving its versions until a monitor has them, at most %.0f s", seconds)
-    is_archived = _is_archived(swarm, last_round, seconds)
+    deadline, is_archived = time.monotonic() + seconds, False
+    while time.monotonic() < deadline and not is_archived and not swarm.wait(1.0):
+        is_archived = any(record.round >= last_round for record in swarm.read(Archived).values())  # type: ignore[attr-defined]
     log.info("the run is finished%s", "" if is_archived else f"; its model: {export_words(config.output)}")
-
-
-def _is_archived(swarm: HivemindSwarm, last_round: int, seconds: float) -> bool:
-    """Wait until a monitor has archived the last round's versions, which is returned, or for `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if any(record.round >= last_round for record in swarm.read(Archived).values()):  # type: ignore[attr-defined]
-            return True
-        if swarm.wait(1.0):
-            return False
-    return False

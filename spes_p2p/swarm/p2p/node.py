@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import itertools
@@ -54,7 +55,6 @@ _CLOCK_ERROR = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (
 """hivemind's error where a newcomer's clock differs from an initial peer's."""
 T = TypeVar("T")
 
-
 LOOPBACK = "127.0.0.1"
 EVERY_INTERFACE = "*"
 """In place of an address to listen on: all interfaces, IPv4 and IPv6."""
@@ -66,20 +66,17 @@ class UnreachableError(AbsentError):
 
 @dataclass(frozen=True)
 class ListenConfig:
-    """How other peers reach this one.
-
-    Attributes:
-        host: IPv4 or IPv6 address to listen on; EVERY_INTERFACE for all of both kinds.
-        port: TCP port, and UDP port of the same number; 0 lets the system choose.
-        announce: Multiaddrs to announce in place of those listened on.
-        client_mode: Take no calls but those of peers that this one calls at the same moment (`introductions.py`); serve
-            no versions, and store no records for other peers.
-    """
+    """How other peers reach this one."""
 
     host: str = LOOPBACK
+    """IPv4 or IPv6 address to listen on; EVERY_INTERFACE for all of both kinds."""
     port: int = 0
+    """TCP port, and UDP port of the same number; 0 lets the system choose."""
     announce: tuple[str, ...] = ()
+    """Multiaddrs to announce in place of those listened on."""
     client_mode: bool = False
+    """Take no calls but those of peers that this one calls at the same moment (`introductions.py`); serve no versions,
+    and store no records for other peers."""
 
     @property
     def uses_udp(self) -> bool:
@@ -120,7 +117,7 @@ def _listened(host: str, transport: str, port: int) -> str:
 def _announced(listened: Sequence[str]) -> list[str]:
     """Return the addresses to announce where a peer listens on UDP: those of TCP, on each interface.
 
-    p2pd would call QUIC first, which costs twice the processor time; `quic_of` derives its address where it is needed.
+    p2pd would call QUIC first, which costs twice the processor time; `quic_of` derives its address.
     """
     if not any("/udp/" in address for address in listened):
         return []  # p2pd's own: the system chooses the port
@@ -186,11 +183,7 @@ async def _is_in_use(identity: Identity, initial_peers: Sequence[str]) -> bool:
 
 
 async def _connect_any(p2p: DaemonP2P, addresses: Sequence[str], *, udp_first: bool = False) -> bool:
-    """Dial peers; tell whether any is connected.
-
-    Stock leaves this to p2pd's start, which waits for each initial peer: one that stalled after the handshake kept
-    newcomers from all the others.
-    """
+    """Dial peers; tell whether any is connected. Stock's start waits for each: one that stalled kept newcomers out."""
     peers = group_by_peer(addresses)
     await _dial(p2p, peers, DIAL_SECONDS, udp_first=udp_first)  # guard: dial-time
     return bool(await p2p.connected() & peers.keys())
@@ -312,9 +305,7 @@ def is_loopback(address: str) -> bool:
 def _reach(address: str, outgoing: str) -> tuple[int, bool]:
     """Return a sort key of a multiaddr: the farther away it can be reached, and the surer, the lower.
 
-    Args:
-        address: The multiaddr.
-        outgoing: Address of the interface that leads to the internet, if there is one; others may be virtual.
+    `outgoing` is the address of the interface that leads to the internet, if there is one; others may be virtual.
     """
     _, family, host, *_ = address.split("/")
     if is_loopback(address):
@@ -411,10 +402,9 @@ class Node:
 
         Without initial peers the node also starts if none answers.
         """
-        known = [address for at in self.peerstore.addresses().values() for address in at]
-        known = [address for address in known if address not in initial_peers]
-        patience = RETURN_SECONDS if initial_peers and self.peerstore.addresses() else 0.0
-        deadline = time.monotonic() + patience
+        met = [address for at in self.peerstore.addresses().values() for address in at]
+        known = [address for address in met if address not in initial_peers]
+        deadline = time.monotonic() + (RETURN_SECONDS if initial_peers and met else 0.0)
         while True:
             for addresses in filter(None, (initial_peers, known)):
                 try:
@@ -511,26 +501,18 @@ class Node:
 
     def connected_from(self, seconds: float) -> dict[str, list[str]]:
         """Return the multiaddrs of the connected peers by id; none if p2pd does not answer in so many seconds."""
-        try:
+        with contextlib.suppress(TimeoutError):  # this machine stood still
             return self.run(self.p2p.connected_from(), seconds)
-        except TimeoutError:  # this machine stood still
-            return {}
+        return {}
 
     def p2pd_answers(self, seconds: float) -> bool:
         """Tell whether p2pd answers in time."""
         return self.run(self.p2p.answers(seconds), seconds + DHT_SECONDS)
 
     def ping(self, peers: Mapping[str, Sequence[str]]) -> int:
-        """Dial the peers that are not connected, and ping those that the DHT does not know.
+        """Dial those of some peers and the initial ones that are not connected; ping those that the DHT does not know.
 
-        Args:
-            peers: Addresses by peer id; the initial peers are added.
-
-        Returns:
-            The number of peers that the DHT knows then.
-
-        Raises:
-            TimeoutError: the DHT took too long.
+        Return the number of peers that the DHT knows then; raise TimeoutError if it takes too long.
         """
         known = {peer: at for peer, at in {**peers, **self._initial_peers}.items() if peer != self.peer_id}
         unknown = self._run_in_dht(functools.partial(unknown_peers, sorted(known)))
@@ -538,11 +520,10 @@ class Node:
         for peer in connected & set(known):
             self._dial_backoff.reset(known[peer])
         lost = sorted(set(known) - connected)
-        chosen = {peer: known[peer] for peer in random.sample(lost, min(len(lost), MAX_DIALS))}
-        initial = {peer: at for peer, at in chosen.items() if peer in self._initial_peers}
-        others = {peer: at for peer, at in chosen.items() if peer not in initial}
-        due = initial | self._dial_backoff.due(others, time.monotonic())
-        if due:
+        chosen = random.sample(lost, min(len(lost), MAX_DIALS))
+        others = {peer: known[peer] for peer in chosen if peer not in self._initial_peers}
+        due = {peer: known[peer] for peer in chosen if peer in self._initial_peers}
+        if due := due | self._dial_backoff.due(others, time.monotonic()):
             # Dial with addresses: p2pd forgets those of a peer that was away for some minutes. A peer that accepts no
             # connections is pinged over the one that it has opened itself.
             self.run(_dial(self.p2p, due, REDIAL_SECONDS, udp_first=self.meets_others), DHT_SECONDS)
@@ -552,20 +533,11 @@ class Node:
 
     def store(self, record: Record, lifetime_seconds: float) -> bool:
         """Sign and store a record; tell whether another node accepted it."""
-        work = functools.partial(
-            store_record,
-            record.key(self.run_id),
-            self._validator.subkey,
-            record.encode(),
-            get_dht_time() + lifetime_seconds,
-        )
-        return self._run_in_dht(work)
+        key, ends_at = record.key(self.run_id), get_dht_time() + lifetime_seconds
+        return self._run_in_dht(functools.partial(store_record, key, self._validator.subkey, record.encode(), ends_at))
 
     def read(self, kind: type[Record]) -> dict[str, Any]:
-        """Return all peers' unexpired records of one kind, by peer id.
-
-        The DHT's process has found each signed by the peer that it names.
-        """
+        """Return all peers' unexpired records of one kind, by peer id; each is signed by the peer that it names."""
         records = (_decoded(kind, item.value) for _, item in self._items(kind))
         return {record.peer_id: record for record in records}
 
@@ -578,8 +550,7 @@ class Node:
         """Yield all peers' unexpired records of one kind, encoded, with their owners' subkeys."""
         futures = [self.dht.get(key, latest=True, return_future=True) for key in kind.keys(self.run_id)]
         for future in futures:
-            found = future.result(timeout=DHT_SECONDS)
-            if found is not None and isinstance(found.value, dict):
+            if (found := future.result(timeout=DHT_SECONDS)) is not None and isinstance(found.value, dict):
                 yield from found.value.items()
 
     def _run_in_dht(self, work: Callable[[DHT, DHTNode], Coroutine[Any, Any, T]]) -> T:
@@ -594,8 +565,7 @@ class Node:
             self._thread.join(DHT_SECONDS)
 
     def _stop_daemons(self) -> None:
-        if hasattr(self, "dht") and self.dht.is_alive():
-            # Without p2pd, the DHT's process cannot shut down in order.
+        if hasattr(self, "dht") and self.dht.is_alive():  # whose process cannot shut down in order without p2pd
             (self.dht.shutdown if self.p2p.is_running() else self.dht.terminate)()
         if hasattr(self, "p2p") and self._loop.is_running():
             self.run(self.p2p.shutdown(), DHT_SECONDS)
