@@ -93,7 +93,10 @@ class Simulation:
         self._arrive(peer)
 
     def _claimant(self, peer_id: str) -> Claimant:
-        return Claimant("run", peer_id, self.num_slots, self.settings, cooldown_seconds=self._cooldown)
+        claimant = Claimant("run", peer_id, self.num_slots, self.settings)
+        if self._cooldown is not None:
+            claimant.cooldown_seconds = self._cooldown
+        return claimant
 
     def _arrive(self, peer: VirtualPeer) -> None:
         peer.side = self.random.randrange(self.sides)

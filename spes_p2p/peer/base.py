@@ -31,8 +31,6 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
     Documents that are there already stay. Other peers fetch them from this one.
 
     Args:
-        swarm: This peer's swarm.
-        manifest: The run's manifest.
         source: Folder of this machine's copy of the checkpoint; None fetches from other peers.
 
     Raises:

@@ -98,21 +98,21 @@ class PeerPage:
                 log.exception("the page could not be brought up to date")
 
     def _look(self) -> None:
-        own_id = self._swarm.peer_id
-        view, known = self._state.view, self._swarm.known()
-        view = view.ending_at(self._revisions.run.round.total)
-        counted = None if known is None else {own_id, *known}
-        now = self._swarm.now()
+        own_id, known, now = self._swarm.peer_id, self._swarm.known(), self._swarm.now()
+        view = self._state.view.ending_at(self._revisions.run.round.total)
         try:
-            snapshot = look(self._swarm).of(counted)
+            snapshot = look(self._swarm).of(None if known is None else {own_id, *known})
         except OSError as error:
             log.debug("the page cannot read the swarm's records: %r", error)
             view = replace(view, now=now)  # the others' claims grow old on it
         else:
             while self._reports:
-                own = self._reports.popleft()
-                self._count(own)
-                view = fold(view, replace(snapshot, now=view.now, metrics={own.peer_id: own}))
+                report = self._reports.popleft()
+                sent, received = report.bytes_out - self._sent, report.bytes_in - self._received
+                trained = OwnRound(report.tokens if report.committed else 0, report.loss, sent, received)
+                self._rounds = {**self._rounds, report.round: trained}
+                self._sent, self._received = report.bytes_out, report.bytes_in
+                view = fold(view, replace(snapshot, now=view.now, metrics={report.peer_id: report}))
             view = fold(view, snapshot)
         for event in self._log.of(view):
             self._page.take(event)
@@ -121,14 +121,6 @@ class PeerPage:
         control = self._control(now)
         self._state = replace(self._state, view=view, own=self._own(), control=control, link=self._link())
         self._page.show(self._state)
-
-    def _count(self, report: Metrics) -> None:
-        """Keep what the page shows of one of this peer's rounds."""
-        tokens = report.tokens if report.committed else 0
-        sent, received = report.bytes_out - self._sent, report.bytes_in - self._received
-        self._rounds = {**self._rounds, report.round: OwnRound(tokens, report.loss, sent, received)}
-        self._sent = report.bytes_out
-        self._received = report.bytes_in
 
     def _control(self, now: float) -> Mapping[str, Any]:
         """Return what this machine's owner has asked, where the page may show it; tell the page what has changed."""
@@ -147,9 +139,8 @@ class PeerPage:
             self._slow_at = now
         received, sent = self._swarm.traffic()
         stage, why = self._stage, self._why
-        if stage != "leaving":
-            held, reason = self._controls.stage
-            stage, why = (held, reason) if held else (stage, why)
+        if stage != "leaving" and self._controls.stage[0]:
+            stage, why = self._controls.stage
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
         calls = f"calls others only; {self._swarm.links.told()}" if self._swarm.node.client_mode else "yes"

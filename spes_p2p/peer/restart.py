@@ -34,13 +34,7 @@ SWITCHES = tuple(f"--{no}{name}" for name in ("resume", "overwrite", "skip-optim
 
 
 class DaemonDied(Exception):
-    """Ends a peer whose p2pd or DHT process has died.
-
-    Args:
-        what: What died.
-        port: Where p2pd listened.
-        seconds: For how long the peer had been in the swarm.
-    """
+    """Ends a peer whose p2pd, at this port, or DHT process has died, so many seconds after it joined."""
 
     def __init__(self, what: str, port: int, seconds: float) -> None:
         super().__init__(what)
@@ -85,11 +79,7 @@ def restart(config: PeerConfig, died: DaemonDied, *, num_ranks: int) -> NoReturn
 
 
 def start_again(port: int | None = None) -> NoReturn:
-    """Become a new process of the same command that resumes.
-
-    Args:
-        port: Where p2pd listened; None for a command that has no `--port`.
-    """
+    """Become a new process of the same command that resumes; `port` is None for a command that has none."""
     words = resuming_words(sys.orig_argv[1:], port)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -99,12 +89,7 @@ def start_again(port: int | None = None) -> NoReturn:
 
 
 def resuming_words(words: Sequence[str], port: int | None) -> list[str]:
-    """Return a command line that goes on with what this one has begun, at the port that others know.
-
-    Args:
-        words: The command line.
-        port: The port; None for a command that has none.
-    """
+    """Return a command line that goes on with what this one has begun, at the port that others know."""
     kept: list[str] = []
     drops_next = False
     for word in words:

@@ -70,7 +70,12 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     if (folder := config.adapter_folder) is not None:
         run = with_adapter(run, len(tokenizer), folder)
     run = _for_link(config, run, len(tokenizer))
-    _check_size(run)
+    num_bytes = len(json.dumps(run.model_dump(mode="json"))) + MANIFEST_ROOM
+    if num_bytes > MAX_BYTES[MANIFEST]:  # no peer would fetch it
+        raise ConfigError(
+            f"the run's manifest would have {num_bytes} bytes, at most {MAX_BYTES[MANIFEST]}; shorten "
+            f"data.chat_template or data.probe"
+        )
     if run.data.source != "hub":
         train_sources(corpus, tokenizer, paths=config.text, cache=cache)(0)
     if source is not None:  # last, because it reads all weights
@@ -103,10 +108,8 @@ def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
         run = _lean(run)
         rounds, moved = _link_rounds(config, run, vocab_size)
     if rounds.min_seconds > run.round.min_seconds:
-        log.info(
-            "%s; full rounds train for %.0f s at least (--run.round.min-seconds chooses otherwise)",
-            *(moved, rounds.min_seconds),
-        )
+        least = "%s; full rounds train for %.0f s at least (--run.round.min-seconds chooses otherwise)"
+        log.info(least, moved, rounds.min_seconds)
         if rounds.growing:
             log.info("the first %d rounds are shorter, and grow (--run.round.growing)", rounds.growing)
     return run.model_copy(update={"round": rounds})
@@ -155,13 +158,9 @@ def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:
     """Return a run over a trained checkpoint with what its founder has not set.
 
     Adam's best rate falls as the width grows, and is about ten times as high for adapters. A round is one pass over the
-    founder's conversations at most, and a pass has a few steps at least.
+    founder's conversations at most, of `num_tokens` in all and learned ones, and a pass has a few steps at least.
 
     Source: LoRA Without Regret (https://thinkingmachines.ai/blog/lora/).
-
-    Args:
-        run: Settings with the checkpoint's model.
-        num_tokens: Tokens of the founder's conversations, if there are some, and the learned ones.
     """
     train, rounds = run.train, run.round
     if "lr" not in train.model_fields_set:
@@ -175,7 +174,10 @@ def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:
     log.info(
         "over a trained model: learning rate %.3g, %d sequences a step, %d tokens a round, and %g s at least "
         "(--run.train.lr, --run.train.batch-size, --run.round.tokens, --run.round.min-seconds)",
-        *(train.lr, train.batch_size, rounds.tokens, rounds.min_seconds),
+        train.lr,
+        train.batch_size,
+        rounds.tokens,
+        rounds.min_seconds,
     )
     return run.model_copy(update={"train": train, "round": rounds})
 
@@ -185,20 +187,6 @@ def _on_files(config: PeerConfig, run: RunConfig) -> RunConfig:
     if not (config.shards or config.text) or "source" in run.data.model_fields_set:
         return run
     return run.model_copy(update={"data": run.data.model_copy(update={"source": "files"})})
-
-
-def _check_size(run: RunConfig) -> None:
-    """Refuse settings that no peer would fetch.
-
-    Raises:
-        ConfigError: with them the manifest is too large.
-    """
-    num_bytes = len(json.dumps(run.model_dump(mode="json"))) + MANIFEST_ROOM
-    if num_bytes > MAX_BYTES[MANIFEST]:
-        raise ConfigError(
-            f"the run's manifest would have {num_bytes} bytes, at most {MAX_BYTES[MANIFEST]}; shorten "
-            f"data.chat_template or data.probe"
-        )
 
 
 def _adapter(config: PeerConfig, run: RunConfig, hub_name: str | None) -> AdapterConfig | None:
@@ -218,12 +206,11 @@ def check_choices(config: PeerConfig, run: RunConfig) -> None:
     check_attention(config.attention, group.device)
     if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
         check_build(run.model, config.storage or run.frozen_storage, config.kernel)
-    if config.max_slots != "auto" and config.max_slots > run.num_slots:
+    if config.max_slots == "auto":
+        return
+    if (slots := config.max_slots) > run.num_slots:
+        raise ConfigError(f"max_slots={slots} exceeds the run's {run.num_slots} slots; lower it, or leave it out")
+    if slots > MAX_CLAIMED:
         raise ConfigError(
-            f"max_slots={config.max_slots} exceeds the run's {run.num_slots} slots; lower it, or leave it out"
-        )
-    if config.max_slots != "auto" and config.max_slots > MAX_CLAIMED:
-        raise ConfigError(
-            f"max_slots={config.max_slots} exceeds the {MAX_CLAIMED} slots that a claim can hold; set it to "
-            f"{MAX_CLAIMED} or less"
+            f"max_slots={slots} exceeds the {MAX_CLAIMED} slots that a claim can hold; set it to {MAX_CLAIMED} or less"
         )

@@ -25,11 +25,8 @@ PATIENCE_HEARTBEATS = 2
 
 def coverage(allocation: Mapping[str, tuple[int, ...]], num_slots: int) -> list[int]:
     """Return the number of holders of each slot."""
-    counts = [0] * num_slots
-    for slots in allocation.values():
-        for slot in slots:
-            counts[slot] += 1
-    return counts
+    counts = Counter(slot for slots in allocation.values() for slot in slots)
+    return [counts[slot] for slot in range(num_slots)]
 
 
 def orphans(claims: Mapping[str, Claim], num_slots: int) -> set[int]:
@@ -60,18 +57,14 @@ def allocate(run_id: str, num_slots: int, claims: Mapping[str, Claim], fixed: Co
 
 def level(run_id: str, num_slots: int, claims: Mapping[str, Claim]) -> Allocation:
     """Return the slots that each peer should hold for an even coverage; a peer exchanges only a share of its slots."""
-    held = {peer: _known(claim.slots, num_slots) for peer, claim in claims.items()}
-    counts = coverage(held, num_slots)
-    if not counts or max(counts) - min(counts) < 2:
-        return held
     table = _Table(run_id, num_slots, claims)
-    _exchange(table, lambda peer, slot: table.has_more_to_move(peer))
+    first = {peer: frozenset(slots) for peer, slots in table.held.items()}
+
+    def may_give(peer: str, slot: int) -> bool:
+        return len(table.held[peer] - first[peer]) < max(1, len(first[peer]) // MOVED_SHARE)
+
+    _exchange(table, may_give)
     return table.allocation()
-
-
-def _known(slots: tuple[int, ...], num_slots: int) -> tuple[int, ...]:
-    """Return those of the slots that the model has."""
-    return slots if max(slots, default=-1) < num_slots else tuple(slot for slot in slots if slot < num_slots)
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -80,29 +73,22 @@ def _lot(*parts: str | int) -> bytes:
 
 
 class _Table:
-    """The allocation under construction, and the hashes that break ties.
-
-    Attributes:
-        fixed: Peers that change nothing.
-        held: Slots of each peer.
-        room: Further slots that each peer could hold.
-        holders: Peers of each slot.
-    """
+    """The allocation under construction, and the hashes that break ties."""
 
     def __init__(self, run_id: str, num_slots: int, claims: Mapping[str, Claim], fixed: Collection[str] = ()) -> None:
         self._run_id = run_id
         self.fixed = fixed
+        """Peers that change nothing."""
         self.held: dict[str, set[int]] = {}
         self.room: dict[str, int] = {}
+        """Further slots that each peer could hold."""
         self.holders: list[set[str]] = [set() for _ in range(num_slots)]
-        self._moved: Counter[str] = Counter()
         for peer, claim in sorted(claims.items()):
-            self.held[peer] = set(_known(claim.slots, num_slots))
+            self.held[peer] = {slot for slot in claim.slots if slot < num_slots}
             most = len(self.held[peer]) if peer in fixed else min(claim.max_slots, num_slots)
             self.room[peer] = most - len(self.held[peer])
             for slot in self.held[peer]:
                 self.holders[slot].add(peer)
-        self._first = {peer: frozenset(slots) for peer, slots in self.held.items()}
 
     def lot(self, *parts: str | int) -> bytes:
         return _lot(self._run_id, *parts)
@@ -111,17 +97,11 @@ class _Table:
         self.held[peer].add(slot)
         self.holders[slot].add(peer)
         self.room[peer] -= 1
-        self._moved[peer] += slot not in self._first[peer]
 
     def take(self, peer: str, slot: int) -> None:
         self.held[peer].remove(slot)
         self.holders[slot].remove(peer)
         self.room[peer] += 1
-        self._moved[peer] -= slot not in self._first[peer]
-
-    def has_more_to_move(self, peer: str) -> bool:
-        """Tell whether a peer may exchange another slot."""
-        return self._moved[peer] < max(1, len(self.held[peer]) // MOVED_SHARE)
 
     def allocation(self) -> Allocation:
         return {peer: tuple(sorted(slots)) for peer, slots in self.held.items()}
@@ -200,46 +180,30 @@ class Claimant:
     change, a peer changes nothing but for an orphan, and a new peer does not count in levelling until as much time has
     passed.
 
-    Args:
-        run_id: Seeds the hashes.
-        peer_id: This peer.
-        num_slots: Experts per layer.
-        settings: The run's lease and heartbeat.
-        cooldown_seconds: Length of the cool-down; one lease by default.
+    Attributes:
+        cooldown_seconds: One lease.
     """
 
-    def __init__(
-        self, run_id: str, peer_id: str, num_slots: int, settings: RoundConfig, *, cooldown_seconds: float | None = None
-    ) -> None:
+    def __init__(self, run_id: str, peer_id: str, num_slots: int, settings: RoundConfig) -> None:
         self._run_id = run_id
         self._peer_id = peer_id
         self._num_slots = num_slots
         self._settings = settings
-        self._cooldown = settings.lease_seconds if cooldown_seconds is None else cooldown_seconds
+        self.cooldown_seconds = settings.lease_seconds
         self._changed_at = float("-inf")
         self._seen_since: dict[str, float] = {}
         self._orphaned_since: dict[int, float] = {}
         self._passed_over: set[str] = set()
 
     def at_heartbeat(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
-        """Return the slots to hold during a round, which change only for orphans.
-
-        Args:
-            now: Monotonic seconds.
-            claims: Unexpired claims by peer id, with this peer's present one.
-        """
+        """Return the slots to hold during a round, which change only for orphans; `now` is monotonic."""
         self._update(now, claims)
         held = claims[self._peer_id].slots
         target = self._allocated(now, claims) if self._orphaned_since else held
         return self._change(now, held, target) if set(target) & set(self._orphaned_since) else held
 
     def after_round(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
-        """Return the slots to hold from now on, between two rounds.
-
-        Args:
-            now: Monotonic seconds, of the same clock.
-            claims: Unexpired claims by peer id, with this peer's present one.
-        """
+        """Return the slots to hold from now on, between two rounds."""
         self._update(now, claims)
         held = claims[self._peer_id].slots
         has_room = len(held) < min(claims[self._peer_id].max_slots, self._num_slots)
@@ -247,10 +211,11 @@ class Claimant:
         target = self._allocated(now, claims) if has_room or self._orphaned_since else held
         if set(target) & set(self._orphaned_since):
             return self._change(now, held, target)
-        if held and now - self._changed_at < self._cooldown:  # a peer that was paused claims like a new one
+        if held and now - self._changed_at < self.cooldown_seconds:  # a peer that was paused claims like a new one
             return held
         if target == held:
-            settled = {peer: claims[peer] for peer, since in self._seen_since.items() if now - since >= self._cooldown}
+            old = now - self.cooldown_seconds
+            settled = {peer: claims[peer] for peer, since in self._seen_since.items() if since <= old}
             target = level(self._run_id, self._num_slots, settled).get(self._peer_id, held)
         return self._change(now, held, target)
 

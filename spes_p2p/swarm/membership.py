@@ -29,10 +29,6 @@ STOP_SECONDS = 1.0
 class Membership:
     """The records of this peer, and those of all others as last read.
 
-    Args:
-        node: This peer's host.
-        watchdog: Keeps dialling known peers, also while none is active.
-
     Attributes:
         live_peers: The other active peers when any were last seen, without those that left on purpose. At first those
             that were known before a restart.
@@ -172,15 +168,10 @@ class Membership:
 
 
 def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:
-    """Return the other peers that are live.
+    """Return the other peers that are live; `known` were before.
 
     A peer that is killed or cut off stays live although its claim expires. A peer that leaves on purpose does not: its
     last claim says so.
-
-    Args:
-        known: Peers that were live before.
-        claims: All unexpired claims.
-        me: This peer.
     """
     active = {peer for peer, claim in claims.items() if claim.state == "active" and peer != me}
     left = {peer for peer, claim in claims.items() if claim.leaves}

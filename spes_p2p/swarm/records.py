@@ -39,28 +39,23 @@ Software = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z][0-9A-Za-z.
 class Strict(BaseModel):
     """Base of what peers send each other: immutable, without unknown fields, and of the stated types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Record(BaseModel):
-    """Base of all records.
-
-    Attributes:
-        kind: Part of the record's DHT keys.
-        bucketed: Whether the records are spread over `NUM_BUCKETS` keys.
-        peer_id: The owner's libp2p id, which must be the signer's.
-    """
-
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",  # guard: record-fields
         strict=True,  # guard: record-types
     )
 
+
+class Record(Strict):
+    """Base of all records."""
+
     kind: ClassVar[str]
+    """Part of the record's DHT keys."""
     bucketed: ClassVar[bool] = True
+    """Whether the records are spread over `NUM_BUCKETS` keys."""
 
     peer_id: PeerId
+    """The owner's libp2p id, which must be the signer's."""
 
     @classmethod
     def keys(cls, run_id: str) -> list[str]:

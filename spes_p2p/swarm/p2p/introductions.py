@@ -127,9 +127,6 @@ class Introducer:
     """Introduces peers that are connected to this one, on request.
 
     It keeps only how often each peer has asked. A peer is told of another one only if it agrees to call it.
-
-    Args:
-        node: The peer's host; it answers from now on.
     """
 
     def __init__(self, node: Node) -> None:
@@ -174,11 +171,7 @@ class Introducer:
 class Links:
     """Makes and keeps direct connections between this peer, which takes no calls, and others that take none.
 
-    Args:
-        node: The peer's host. It must listen on UDP; otherwise there are no links.
-
-    Attributes:
-        kind: What this peer's router does with its UDP port.
+    There are none unless the node listens on UDP. `kind` is what this peer's router does with its UDP port.
     """
 
     def __init__(self, node: Node) -> None:
@@ -198,12 +191,7 @@ class Links:
             node.run(listen(node, _service(node, "told"), ANSWER_SECONDS, self._hear, said), ANSWER_SECONDS)
 
     def seek(self, wanted: Collection[str], introducers: Collection[str]) -> None:
-        """Keep links to peers that take no calls, by the help of some that do. Returns at once; call it repeatedly.
-
-        Args:
-            wanted: The run's peers that take no calls.
-            introducers: The run's peers that take calls.
-        """
+        """Keep links to the run's peers that take no calls, by the help of those that do; call it repeatedly."""
         if self._node.meets_others:
             self._wanted = frozenset(sorted(set(wanted) - {self._node.peer_id})[:MAX_LINKS])
             self._introducers = frozenset(introducers) | set(self._node.initial_peers())
@@ -246,8 +234,7 @@ class Links:
             self._seeking = asyncio.get_running_loop().create_task(self._seek())
 
     async def _seek(self) -> None:
-        connected = await self._node.p2p.connected_from()
-        self._note(connected)
+        self._note(await self._node.p2p.connected_from())
         if self.kind in ("unknown", "no UDP"):
             await self._learn_kind()
         now = time.monotonic()
@@ -303,8 +290,7 @@ class Links:
                 await asyncio.wait({dialling}, timeout=LOOK_SECONDS)
         finally:
             dialling.cancel()
-        connected = await self._node.p2p.connected_from()
-        self._note(connected)
+        self._note(await self._node.p2p.connected_from())
         if peer in self._linked:
             self._backoff.reset([address])
             log.info("%s introduced %s, connected after %.1f s", introducer[-6:], peer[-6:], time.monotonic() - began)
@@ -319,8 +305,7 @@ class Links:
         connected = (await self._node.p2p.connected_from()).get(introducer, ())
         if introducer not in self._introducers or not connected:  # guard: introducer-known
             return False
-        met = min(map(scope_of, connected))
-        now = time.monotonic()
+        met, now = min(map(scope_of, connected)), time.monotonic()
         return bool(
             dialled([address], met)  # guard: introduced-private
             and self._told_by.take(introducer, now)  # guard: introduced-often

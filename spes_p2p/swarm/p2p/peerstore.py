@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -46,6 +45,9 @@ class PeerstoreEntry(BaseModel):
     """Unix time."""
 
 
+_ENTRIES = TypeAdapter(list[PeerstoreEntry])
+
+
 class Peerstore:
     """Peers and their addresses, at most MAX_PEERS, in a file that is always whole.
 
@@ -62,7 +64,7 @@ class Peerstore:
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Return addresses by peer id, peers seen last first."""
-        return {peer.peer_id: peer.addresses for peer in self._newest()}
+        return {peer.peer_id: peer.addresses for peer in sorted(self._peers.values(), key=lambda peer: -peer.seen)}
 
     def update(self, contacts: Mapping[str, Iterable[str]], first: Collection[str] = ()) -> None:
         """Store the addresses of peers that are in the swarm now, in place of the peers seen longest ago.
@@ -74,29 +76,18 @@ class Peerstore:
         before, now = self._peers, time.time()
         peers = dict(before)
         for peer, addresses in contacts.items():
-            if (
-                usable := tuple(
-                    address
-                    for address in addresses
-                    if is_address_of(address, peer)  # guard: address-names-peer
-                )[:4]
-            ):
-                peers[peer] = PeerstoreEntry(peer_id=peer, addresses=usable, seen=now)
+            usable = [address for address in addresses if is_address_of(address, peer)]  # guard: address-names-peer
+            if usable:
+                peers[peer] = PeerstoreEntry(peer_id=peer, addresses=tuple(usable[:4]), seen=now)
         order = sorted(peers.values(), key=lambda peer: (peer.peer_id not in first, -peer.seen))  # guard: known-first
         self._peers = {peer.peer_id: peer for peer in order[:MAX_PEERS]}
-        if self._path is not None and self._peers != before:
-            self._save(self._path)
-
-    def _newest(self) -> list[PeerstoreEntry]:
-        return sorted(self._peers.values(), key=lambda peer: -peer.seen)
-
-    def _save(self, path: Path) -> None:
-        entries = [peer.model_dump(mode="json") for peer in self._newest()]
+        if self._path is None or self._peers == before:
+            return
         try:
-            with write_atomic(path, durable=False) as file:
-                file.write(json.dumps(entries, indent=1).encode())
+            with write_atomic(self._path, durable=False) as file:
+                file.write(_ENTRIES.dump_json(list(self._peers.values()), indent=1))
         except OSError as error:  # a full disk must not end a peer that can train without this file
-            log.warning("cannot keep the known peers in %s: %s", path, error.strerror)
+            log.warning("cannot keep the known peers in %s: %s", self._path, error.strerror)
 
 
 class Scope(IntEnum):
@@ -151,35 +142,28 @@ class DialBackoff:
     """
 
     def __init__(self) -> None:
-        self._pauses: dict[str, float] = {}
-        self._retry_at: dict[str, float] = {}
+        self._failed: dict[str, tuple[float, float]] = {}
+        """By endpoint the pause after its last dial, and when that ends."""
 
     def due(self, peers: Mapping[str, Iterable[str]], now: float) -> dict[str, list[str]]:
-        """Return the addresses, by peer, that may be dialled now, and count them as dialled.
-
-        Args:
-            peers: Addresses by peer.
-            now: Monotonic seconds.
-        """
+        """Return the addresses, by peer, that may be dialled now, in monotonic seconds, and count them as dialled."""
         due: dict[str, list[str]] = {}
         for peer, addresses in peers.items():
             for address in addresses:
                 endpoint = _endpoint_of(address)
-                if self._retry_at.get(endpoint, now) > now:  # guard: third-machine
+                pause, ends_at = self._failed.get(endpoint, (MIN_PAUSE_SECONDS / 2, now))
+                if ends_at > now:  # guard: third-machine
                     continue
-                pause = min(2 * self._pauses.get(endpoint, MIN_PAUSE_SECONDS / 2), MAX_PAUSE_SECONDS)
-                self._pauses[endpoint] = pause
-                self._retry_at[endpoint] = now + pause
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+                self._failed[endpoint] = pause, now + pause
                 due.setdefault(peer, []).append(address)
-        for endpoint in [old for old, then in self._retry_at.items() if then < now - MAX_PAUSE_SECONDS]:
-            del self._pauses[endpoint], self._retry_at[endpoint]
+        self._failed = {at: tried for at, tried in self._failed.items() if tried[1] >= now - MAX_PAUSE_SECONDS}
         return due
 
     def reset(self, addresses: Iterable[str]) -> None:
         """Forget the failed dials of a connected peer's addresses."""
         for endpoint in map(_endpoint_of, addresses):
-            self._pauses.pop(endpoint, None)
-            self._retry_at.pop(endpoint, None)
+            self._failed.pop(endpoint, None)
 
 
 def _endpoint_of(address: str) -> str:
@@ -199,12 +183,10 @@ def _load(path: Path) -> list[PeerstoreEntry]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError("too large")
-        peers = TypeAdapter(list[PeerstoreEntry]).validate_json(path.read_bytes())
+        peers = _ENTRIES.validate_json(path.read_bytes())
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         log.warning("%s cannot be used (%s); going on without known peers", path, str(error).splitlines()[0])
         return []
-    return [peer for peer in peers if all(is_address_of(address, peer.peer_id) for address in peer.addresses)][
-        :MAX_PEERS
-    ]
+    return [peer for peer in peers if all(is_address_of(at, peer.peer_id) for at in peer.addresses)][:MAX_PEERS]

@@ -25,8 +25,8 @@ def claims(**slots):
     return {peer: claim(peer, held, len(held)) for peer, held in zip((A, B, C), slots.values(), strict=False)}
 
 
-def claimant(peer=A, num_slots=4, settings=ROUNDS, **changes):
-    return Claimant("run", peer, num_slots, settings, **changes)
+def claimant(peer=A, num_slots=4, settings=ROUNDS):
+    return Claimant("run", peer, num_slots, settings)
 
 
 def uneven():
