@@ -25,8 +25,6 @@ def ask_to_read(
     A run on the embedded corpus or on the volunteer's own files, with a tokenizer of the run's own, asks nothing.
 
     Args:
-        manifest: The run's.
-        num_tokenizer_bytes: Size of the tokenizer's document.
         yes: Agree without a question.
         reads_data: Whether this command reads the data set.
         paths: The user's own data, in place of shards that the run names addresses of.

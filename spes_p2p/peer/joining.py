@@ -126,6 +126,8 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[Joined]:
         raise ConfigError("whether a run trains adapters is in its manifest; drop --adapter, or --initial-peers")
     if config.client_mode and not (config.initial_peers or config.resume):
         raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
+    if config.map_port and (not config.port or config.announce or config.client_mode):
+        raise ConfigError("--map-port forwards the port of --port; set --port, and drop --announce, --client-mode")
     run = config.run or (kept.runs[-1] if kept.runs else RunConfig())
     if not (config.initial_peers or config.start_from):
         check_choices(config, run)
@@ -144,10 +146,6 @@ def _with_port(config: PeerConfig) -> Iterator[PeerConfig]:
     if not config.map_port:
         yield config
         return
-    if not config.port or config.announce or config.client_mode:
-        raise ConfigError(
-            "--map-port forwards the port that --port names; set --port, and drop --announce, --client-mode"
-        )
     with mapped_port(config.port) as outside:  # p2pd appends this peer's id
         yield config.model_copy(update={"announce": [f"/ip4/{outside}/tcp/{config.port}"]})
 
@@ -443,9 +441,10 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
     claims: Mapping[str, Claim] = swarm.read(Claim)  # type: ignore[assignment]
     num_peers = max(2, len(claims) + 1)
     traffic = round_traffic(size, max_slots, num_peers, setup)
-    is_new = SHARED not in swarm.versions() and any(claim.state == "active" for claim in claims.values())
-    download = newcomer_bytes(size, max_slots, setup) if is_new else 0
-    show_download(swarm, download)
+    download = 0
+    if SHARED not in swarm.versions() and any(claim.state == "active" for claim in claims.values()):
+        download = newcomer_bytes(size, max_slots, setup)
+        show_download(swarm, download)
     log.info(
         "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
         "about %s and receives as much, %s in all",

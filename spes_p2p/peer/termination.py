@@ -7,6 +7,7 @@ thread of this module reads it there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -107,7 +108,8 @@ class Termination:
                 self.is_asked = True
                 self._end_within(self._grace)
                 for pid in self._ranks:
-                    _pass_on(pid)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
+                        os.kill(pid, signal.SIGTERM)
                 _after(min(HANG_SECONDS, self._grace / 4), self._rescue)
             elif time.monotonic() >= asked_at + SAME_SECONDS:
                 self._end_within(LAST_SECONDS)
@@ -136,13 +138,6 @@ def _after(seconds: float, act: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
-
-
-def _pass_on(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        log.debug("rank of process %d has ended", pid)
 
 
 @functools.cache
