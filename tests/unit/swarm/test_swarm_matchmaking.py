@@ -141,14 +141,11 @@ def test_only_those_that_have_met_redo_a_round_and_all_meet_for_a_new_one():
     assert redone == [False, True, True, False, False]
 
 
-def test_a_peer_that_stands_aside_counts_as_gone():
-    """A voter that had left its vote without a goodbye kept the others waiting as long as it renewed its claim."""
-    claims = {
-        peer: Claim(peer_id=peer, state="active", max_slots=slots, since=0.0)
-        for peer, slots in zip(PEERS, (2, 0), strict=False)
-    }
+def test_a_peer_that_leaves_counts_as_gone_and_a_paused_one_does_not():
+    stated = zip(PEERS, (("active", 2), ("active", 0), ("joining", 0)), strict=False)
+    claims = {peer: Claim(peer_id=peer, state=state, max_slots=slots, since=0.0) for peer, (state, slots) in stated}
     swarm = SimpleNamespace(peer_id=PEERS[3], _membership=SimpleNamespace(last_read=lambda kind: claims))
-    assert [HivemindSwarm._is_gone(swarm, peer) for peer in PEERS[:4]] == [False, True, True, False]
+    assert [HivemindSwarm._is_gone(swarm, peer) for peer in PEERS[:5]] == [False, False, True, False, True]
     claims.clear()
     assert not HivemindSwarm._is_gone(swarm, PEERS[2]), "nothing is known"
 
