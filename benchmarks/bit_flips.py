@@ -1,12 +1,11 @@
-"""A server that flips one bit of each stream that it sends, and a puller that may load none of it.
+"""A server that flips one bit of what it sends for each download, and a puller that may load none of it.
 
-Two peers on loopback, p2pd and all. What is sent is what an honest server sends, but for that bit: in a version's
-bytes, in a delta that leads to one, in a document's, or in the signed description of any of them.
+Two peers on loopback, p2pd and all. What an honest server sends has one bit flipped: in a block, in a list
+of hashes, in a document's bytes, or in its signed description.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections import Counter
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import support
-from spes_p2p.swarm.exchange import client
+from spes_p2p.swarm.exchange import fetch
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.protocol import DATA, TEXT, Channel
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.names import SHARED, VectorName
 
-BYTES, DELTA, DOCUMENT = "slot-1", "slot-2", "manifest"
-"""What is pulled: whole, by a delta from what the puller has, and a document."""
+SMALL, LARGE, DOCUMENT = "slot-1", SHARED, "manifest"
+"""What is pulled: a version of one block, one of twelve, of which a list comes first, and a document."""
 DOCUMENT_BYTES, PULL_SECONDS = 3000, 60.0
 
 
@@ -50,40 +49,25 @@ class Flips:
 
 
 class FlippingChannel(Channel):
-    """A stream of which one bit is flipped on its way out.
+    """A stream that flips a bit of the first message of a kind that it sends.
 
     Args:
         channel: The stream.
-        exchange: Says in which kind of message, and is told when it has happened.
+        exchange: Says in which kind of message, and counts.
     """
 
     def __init__(self, channel: Channel, exchange: FlippingExchange) -> None:
         super().__init__(channel._reader, channel._writer, channel.seconds)
         self._exchange = exchange
-        self._place = -1
 
     async def send(self, kind: bytes, data: bytes | bytearray | memoryview = b"") -> None:
-        if kind == TEXT and self._exchange.flips_in == DATA:
-            self._place = self._exchange.draw.randrange(8 * _payload_bytes(bytes(data)))
-        elif kind == TEXT:
-            data = self._flipped(bytes(data), self._exchange.draw.randrange(8 * len(data)))
-        elif kind == DATA and 0 <= self._place < 8 * len(data):
-            data, self._place = self._flipped(bytes(data), self._place), -1
-        elif kind == DATA:
-            self._place -= 8 * len(data)
+        if kind == self._exchange.flips_in:
+            self._exchange.flips_in = b""
+            self._exchange.num_flipped += 1
+            changed, place = bytearray(data), self._exchange.draw.randrange(8 * len(data))
+            changed[place // 8] ^= 1 << place % 8
+            data = changed
         await super().send(kind, data)
-
-    def _flipped(self, data: bytes, place: int) -> bytes:
-        self._exchange.num_flipped += 1
-        changed = bytearray(data)
-        changed[place // 8] ^= 1 << place % 8
-        return bytes(changed)
-
-
-def _payload_bytes(answer: bytes) -> int:
-    said = json.loads(answer)
-    whole = json.loads(said["version"])
-    return said["num_deltas"] * support("exchange_cluster").NUMELS["slot"] or whole["num_bytes"]
 
 
 class FlippingExchange(Exchange):
@@ -91,16 +75,19 @@ class FlippingExchange(Exchange):
 
     Attributes:
         draw: Draws the bits.
-        flips_in: Kind of the messages in which they are.
+        flips_in: Kind of the message in which the next one is; empty for none.
         num_flipped: So far.
     """
 
     draw: random.Random
-    flips_in = DATA
+    flips_in = b""
     num_flipped = 0
 
     async def serve_fetch(self, channel: Channel, peer: str) -> None:
         await super().serve_fetch(FlippingChannel(channel, self), peer)
+
+    async def serve_inventory(self, channel: Channel, peer: str) -> None:
+        await super().serve_inventory(FlippingChannel(channel, self), peer)
 
 
 def flip_downloads(folder: Path, count: int, seed: int) -> Flips:
@@ -113,18 +100,23 @@ def flip_downloads(folder: Path, count: int, seed: int) -> Flips:
     """
     cluster = support("exchange_cluster")
     puller, server = cluster.open_cluster(lambda name: folder / name, ["puller", "server"], server={"serve": False})
-    flips, draw, log = Flips(seed), random.Random(seed), logging.getLogger(client.__name__)
+    flips, draw, log = Flips(seed), random.Random(seed), logging.getLogger(fetch.__name__)
     level = log.level
     log.setLevel(logging.ERROR)  # which is what it says of each of them
     try:
         server.exchange = exchange = FlippingExchange(server.node, server._store)
         exchange.draw = draw
-        truth = _publish(server, puller, draw)
+        number = 0
         while flips.total < count:
-            name, exchange.flips_in = draw.choice(list(truth)), draw.choice((DATA, DATA, TEXT))
-            _pull_one(puller, server, name, truth[name], flips)
-            if flips.harmless:
-                truth = _publish(server, puller, draw)
+            name = draw.choice((SMALL, LARGE, DOCUMENT))
+            number += 1
+            if name == DOCUMENT:
+                server.publish_document(name, draw.randbytes(DOCUMENT_BYTES), number)
+            else:
+                kind = VectorName(name).kind
+                server.publish(number, {VectorName(name): cluster.flat(draw.randrange(2**30), kind)})
+            exchange.flips_in = draw.choice((DATA, TEXT)) if name == DOCUMENT else DATA
+            _pull_one(puller, server, name, flips)
     finally:
         log.setLevel(level)
         puller.close()
@@ -132,32 +124,20 @@ def flip_downloads(folder: Path, count: int, seed: int) -> Flips:
     return flips
 
 
-def _publish(server: Any, puller: Any, draw: random.Random) -> dict[str, Version]:
-    """Have the server publish something new of each kind, and the puller what comes before; return the server's."""
-    cluster, number = support("exchange_cluster"), draw.randrange(2**30)
-    round = max((version.round for version in server.versions().values()), default=0) + 2
-    bundle, delta = cluster.flat(number), cluster.draw_delta(number)
-    for peer in (server, puller):
-        peer.publish(round - 1, {DELTA: bundle})
-    server.publish(round, {DELTA: cluster.advance(DELTA, bundle, delta)}, {DELTA: delta})
-    server.publish(round, {BYTES: cluster.flat(number + 1)})
-    server.publish_document(DOCUMENT, draw.randbytes(DOCUMENT_BYTES))
-    return {name: server.versions()[name] for name in (BYTES, DELTA, DOCUMENT)}
-
-
-def _pull_one(puller: Any, server: Any, name: str, true: Version, flips: Flips) -> None:
-    """Pull a version of which each try is spoiled, and note what came of each."""
-    exchange, before = server.exchange, puller.versions().get(name)
-    spoiled = exchange.num_flipped
-    wanted, sizes = {name: [server.peer_id]}, {name: true.num_bytes}
-    failures = puller.exchange.pull(wanted, min_round=true.round, timeout=PULL_SECONDS, max_bytes=sizes)
-    spoiled = exchange.num_flipped - spoiled
-    what = "descriptions" if exchange.flips_in == TEXT else {BYTES: "bytes", DELTA: "deltas"}.get(name, "documents")
-    now = puller.versions().get(name)
-    if now != before:
-        is_right = now.digest == true.digest and puller.exchange._store.read(name) == server.exchange._store.read(name)
+def _pull_one(puller: Any, server: Any, name: str, flips: Flips) -> None:
+    """Pull a version of which a bit is flipped, and note what came of it."""
+    true, kind = server.versions()[name], server.exchange.flips_in
+    peers, what = [server.peer_id], {SMALL: "blocks", LARGE: "lists", DOCUMENT: "documents"}[name]
+    if name == DOCUMENT:
+        what = "descriptions" if kind == TEXT else what
+        failure = puller.exchange.pull_document(
+            name, peers, author="", min_round=true.round, digest="", max_bytes=2**20, timeout=PULL_SECONDS
+        )
+    else:
+        failure = puller.pull({name: (true.round, true.digest)}, peers, timeout=PULL_SECONDS).get(name, "")
+    if failure:
+        is_named = server.peer_id[-6:] in failure or what == "descriptions"
+        (flips.refused if is_named else flips.unnamed)[what] += 1
+    else:
+        is_right = puller.exchange._store.read(name) == server.exchange._store.read(name)
         (flips.harmless if is_right else flips.loaded)[what] += 1
-        spoiled -= 1
-    named = min(failures.get(name, "").count(server.peer_id[-6:]), spoiled)
-    flips.refused[what] += named
-    flips.unnamed[what] += spoiled - named

@@ -164,7 +164,7 @@ class Peer:
         items = {}
         for name, numel in numels.items():
             data = to_bytes(torch.randn(numel))
-            items[name] = Version.sign(self._identity, RUN_ID, name, self._round, data, "fp32"), data
+            items[name] = Version.sign(self._identity, RUN_ID, name, self._round, data), data
         self._store.add(items)
 
     def _save(self) -> None:

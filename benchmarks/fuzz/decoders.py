@@ -22,7 +22,7 @@ from spes_p2p.data.conversations import probe_records
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.averaging.matchmaking import read_roster
 from spes_p2p.swarm.certificate import genesis
-from spes_p2p.swarm.exchange.protocol import Answer, Request
+from spes_p2p.swarm.exchange.protocol import Question
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
 from spes_p2p.swarm.manifest import Manifest, read_manifest
@@ -59,7 +59,7 @@ def decoders(folder: Path) -> list[Decoder]:
         folder: Takes the key with which seeds are signed.
     """
     me = Identity(folder / "key")
-    version = Version.sign(me, RUN, "slot-1", 3, b"0" * 28, "fp32")
+    version = Version.sign(me, RUN, "manifest", 3, b"0" * 28)
     member = Member(
         peer_id=me.peer_id,
         round=3,
@@ -92,8 +92,7 @@ def decoders(folder: Path) -> list[Decoder]:
         *found,
         Decoder("roster entry", functools.partial(Member.decode, me.peer_id), refusals, [json.loads(entry)]),
         Decoder("version", lambda data: Version.verify(data, RUN), refusals, [_json(version)]),
-        Decoder("request", Request.parse, refusals, [{"name": "slot-1", "min_round": 3, "timeout": 1.0}]),
-        Decoder("answer", Answer.parse, refusals, [{"state": "whole", "version": version.model_dump_json()}]),
+        Decoder("question", Question.parse, refusals, [{"name": "slot-1"}]),
         Decoder("introduction", _Told.parse, refusals, [{"peer": me.peer_id, "address": "/ip4/1.2.3.4/udp/5/quic-v1"}]),
         Decoder("manifest", lambda data: read_manifest(lambda _: data), refusals, [json.loads(manifest.encode())]),
         Decoder("checkpoint", lambda data: decode_state(data, RUN), (SpesError, ValueError), [json.loads(state)]),

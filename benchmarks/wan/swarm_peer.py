@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
 from spes_p2p.swarm.records import MAX_SLOTS, Claim
 from spes_p2p.swarm.roster import Member
-from spes_p2p.training.holdings import preferred
 
 RUN_ID = "network"
 ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
@@ -93,8 +93,8 @@ class SwarmPeer:
         self._random = torch.Generator()
         self._random.seed()
         self._numels = {SHARED: payload.shared_numel, "slot": payload.slot_numel}
-        self._anchors = {name: self._draw(name) for name in self._names}
-        self._deltas = {name: DELTA * self._draw(name) for name in self._names}
+        self._anchors = {name: self._bundle(name) for name in self._names}
+        self._deltas = {name: DELTA * torch.randn(self._numel(name), generator=self._random) for name in self._names}
         listen = ListenConfig(host or EVERY_INTERFACE, client_mode=host is None)
         node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, listen=listen)
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
@@ -124,7 +124,7 @@ class SwarmPeer:
 
     def publish_fresh(self, round: int, slots: Sequence[int]) -> None:
         """Publish new versions of slots that it does not hold."""
-        self._swarm.publish(round, {name: self._draw(name) for name in map(VectorName.of_slot, slots)})
+        self._swarm.publish(round, {name: self._bundle(name, round) for name in map(VectorName.of_slot, slots)})
 
     def round(self, number: int, expected: int) -> PeerRound:
         """Average, step the anchors, publish them, and pull what others hold.
@@ -168,28 +168,40 @@ class SwarmPeer:
     def _pull_slots(self, result: RoundResult, round: int) -> None:
         """Fetch the others' slots as `training.slots` does."""
         makers = {name: peers for name, peers in result.roster.groups.items() if name not in self._names}
-        links = result.roster.uplinks_to(self._swarm.peer_id)
-        self.pull({name: preferred(self._swarm.peer_id, name, peers, links) for name, peers in makers.items()}, round)
+        self.pull(list(makers), [member.peer_id for member in result.roster], round)
 
     def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
-        """Pull versions that all `peers` have, spread over them as newcomers do; return how long it took."""
-        wanted = {VectorName(name): preferred(self._swarm.peer_id, name, peers) for name in names}
-        return self.pull(wanted, min_round)
+        """Pull versions from peers, as newcomers do; return how long it took."""
+        return self.pull(list(map(VectorName, names)), peers, min_round)
 
-    def pull(self, wanted: Mapping[VectorName, Sequence[str]], min_round: int) -> float:
+    def pull(self, names: Sequence[VectorName], peers: Sequence[str], min_round: int) -> float:
         """Pull versions; return how long it took.
+
+        No certificate names their digests here, so the peers are asked for them.
 
         Raises:
             ExchangeError: something could not be had.
         """
-        began = time.monotonic()
-        failed = self._swarm.pull(wanted, min_round=min_round, timeout=ROUNDS.exchange_seconds)
+        began, others = time.monotonic(), [peer for peer in peers if peer != self._swarm.peer_id]
+        wanted: dict[VectorName, tuple[int, str]] = {}
+        while len(wanted) < len(names):
+            if time.monotonic() > began + ROUNDS.exchange_seconds:
+                raise ExchangeError(f"no peer lists {sorted(set(names) - wanted.keys())}")
+            for versions in self._swarm.inventory(others).values():
+                listed = {name: versions[name] for name in names if name in versions}
+                wanted |= {name: (each.round, each.digest) for name, each in listed.items() if each.round >= min_round}
+        failed = self._swarm.pull(wanted, others, timeout=ROUNDS.exchange_seconds)
         if failed:
             raise ExchangeError(f"could not pull {dict(failed)}")
         return time.monotonic() - began
 
-    def _draw(self, name: str) -> Tensor:
-        return torch.randn(self._numels[VectorName(name).kind], generator=self._random)
+    def _bundle(self, name: str, round: int = 0) -> Tensor:
+        """Return a vector that all peers draw alike: versions of one name and round have one digest."""
+        seed = zlib.crc32(f"{name} {round}".encode())
+        return torch.randn(self._numel(name), generator=torch.Generator().manual_seed(seed))
+
+    def _numel(self, name: str) -> int:
+        return self._numels[VectorName(name).kind]
 
     def close(self) -> None:
         """Leave the swarm."""

@@ -58,7 +58,7 @@ def main(config: AmendConfig) -> int:
     document = manifest.model_copy(update=fields).encode()
     if len(document) > MAX_BYTES[REVISION]:
         raise ConfigError(f"the changed manifest has {len(document)} bytes, at most {MAX_BYTES[REVISION]}")
-    version = Version.sign(founder, manifest.run_id, REVISION, number, document, "raw")
+    version = Version.sign(founder, manifest.run_id, REVISION, number, document)
     try:
         with write_atomic(file) as stream:
             stream.write(version.model_dump_json().encode() + b"\n" + document)

@@ -15,7 +15,7 @@ from spes_p2p.monitor.model_folder import VERSIONS, Exported, check_free, export
 from spes_p2p.monitor.stores import open_store
 from spes_p2p.monitor.uploads import StoredCheckpoints, is_store
 from spes_p2p.monitor.view import SwarmView, fold, look
-from spes_p2p.monitor.watch import holders_and_peers, pull_round
+from spes_p2p.monitor.watch import peers_of, pull_round
 from spes_p2p.peer.base import own_copy
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.joining import show_download
@@ -121,8 +121,7 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
             swarm.catch_up()
             try:
                 view = fold(view, look(swarm).of(swarm.known()))
-                holders, peers = holders_and_peers(view)
-                pull_round(swarm, run, swarm.last(), holders, sorted({*peers, *swarm.contacts()}))
+                pull_round(swarm, run, swarm.last(), sorted({*peers_of(view), *swarm.contacts()}))
                 return
             except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
                 if attempt == ATTEMPTS:

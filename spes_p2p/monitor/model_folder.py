@@ -17,6 +17,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -36,9 +37,11 @@ from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.model.start import StartWeights
 from spes_p2p.monitor.events import METRICS_FILE, replay
 from spes_p2p.planner.tables import params_text
-from spes_p2p.presentation import printable
+from spes_p2p.presentation import printable, problem_of
+from spes_p2p.swarm.chain import Link
+from spes_p2p.swarm.consensus import CERTIFICATES, FOLDER
 from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, read_index
-from spes_p2p.swarm.exchange.versions import Version, is_document
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.manifest import REVISION_FILE, TOKENIZER, Manifest, kept_revisions, read_manifest
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.training.anchors import Anchors
@@ -139,11 +142,16 @@ class ModelFolder:
         """Return the run's rounds, as its founder's newest revision has left them."""
         return kept_revisions(self.manifest, self.document, self.folder / REVISION_FILE)[-1].config.round.total
 
-    def authors(self, round: int) -> set[str]:
-        """Return the peers that signed weights of this round or an earlier one."""
-        held = [each.version for source in self._sources for each in source.values()]
-        weights = [v for v in held if not is_document(v.name) and not VectorName(v.name).is_moments]
-        return {version.author for version in weights if version.round <= round}
+    def members(self, round: int) -> set[str]:
+        """Return the peers whose training the certificates in this folder name, until a round."""
+        path = self.folder / FOLDER / CERTIFICATES
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        try:
+            bodies = [Link.model_validate_json(line).certificate.body for line in lines if line.endswith(b"\n")]
+        except ValidationError as error:
+            log.warning("%s is damaged: %s; the model card names fewer contributors", path, problem_of(error))
+            return set()
+        return {member.peer_id for body in bodies if body.round <= round for member in body.members if member.tokens}
 
     def choose(self, round: int | None) -> tuple[int, dict[VectorName, OnDisk]]:
         """Return a round, by default the newest, and the version of each vector of its model.
@@ -449,7 +457,7 @@ def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> st
     """Return the text of README.md. Names that other people chose stand in it as code, without control characters."""
     manifest, run = source.manifest, source.manifest.config
     tokens, losses, reporters = _history(source, exported.round, held_out)
-    contributors = sorted(source.authors(exported.round) | reporters)
+    contributors = sorted(source.members(exported.round) | reporters)
     model = run.model
     kind = "dense model" if model.is_dense else "mixture of experts"
     kind = kind if exported.kind == "model" else f"fine-tuned {kind}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
 from typing import NamedTuple
@@ -70,79 +70,41 @@ class Ending(Enum):
     TERMINATED = "ended by SIGTERM before the last round"
 
 
-@dataclass(frozen=True)
-class PullPlan:
-    """The peers to ask for each version.
-
-    Attributes:
-        current: Peers by name, for the certified versions.
-        digests: Digests of these versions.
-        older: Peers by name by round, for slots whose certified version no peer may have any more.
-    """
-
-    current: dict[VectorName, list[str]]
-    digests: dict[VectorName, str]
-    older: dict[int, dict[VectorName, list[str]]]
-
-    def without(self, names: Collection[VectorName]) -> PullPlan:
-        """Return the plan for the other versions."""
-        return PullPlan(
-            {name: peers for name, peers in self.current.items() if name not in names},
-            self.digests,
-            {
-                round: {name: peers for name, peers in older.items() if name not in names}
-                for round, older in self.older.items()
-            },
-        )
+States = dict[VectorName, tuple[int, str]]
+"""Round and digest of a version, by name."""
 
 
 def plan_pull(
-    body: Body,
-    inventory: Mapping[str, Mapping[str, Version]],
-    holders: Mapping[int, Sequence[str]],
-    *,
-    kept: bool = False,
-) -> PullPlan:
-    """Return the peers to ask for the model that a certificate names, with slots in fp32 or in their kept forms.
+    body: Body, inventory: Mapping[str, Mapping[str, Version]], *, kept: bool = False
+) -> tuple[States, States]:
+    """Return the model that a certificate names, and older versions of slots whose certified one no peer lists.
 
-    Slots that were never committed are left out: the run's seed, or its checkpoint, makes them.
+    Slots are in fp32 or in their kept forms. Those that were never committed are left out, unless a peer lists them:
+    the run's seed makes them.
     """
-    digests = {SHARED: body.shared}
+    named: States = {SHARED: (body.round, body.shared)}
     for slot, state in enumerate(body.slots):
         name = VectorName.of_slot(slot)
-        digests |= {name.kept: state.kept or ""} if kept else {name: state.digest}
-    plan = PullPlan({}, {name: digest for name, digest in digests.items() if digest}, {})
-    for name, digest in digests.items():
-        offers = {peer: versions[name] for peer, versions in sorted(inventory.items()) if name in versions}
-        having = [peer for peer, version in offers.items() if digest in ("", version.digest)]
-        about_to_publish = [] if name.slot is None else [p for p in holders.get(name.slot, ()) if p not in having]
-        if asked := [*having, *about_to_publish] or list(inventory if name == SHARED else ()):
-            plan.current[name] = asked
-        rounds = {peer: version.round for peer, version in offers.items() if version.round < body.round}
-        if name != SHARED and not having and rounds:
-            newest = max(rounds.values())
-            plan.older.setdefault(newest, {})[name] = [peer for peer, number in rounds.items() if number == newest]
-    return plan
+        named |= {name.kept: (state.round, state.kept or "")} if kept else {name: (state.round, state.digest)}
+    current, older = States(), States()
+    for name, (round, digest) in named.items():
+        listed = Counter((each[name].round, each[name].digest) for each in inventory.values() if name in each)
+        if digest:
+            current[name] = round, digest
+        elif initial := [state for state in listed if state[0] == round]:
+            current[name] = max(initial, key=lambda state: listed[state])
+        before = [state for state in listed if state[0] < body.round]
+        if name != SHARED and before and all(state[1] != digest for state in listed):
+            older[name] = max(before, key=lambda state: (state[0], listed[state]))
+    return current, older
 
 
-def holders_and_peers(view: SwarmView) -> tuple[dict[int, list[str]], list[str]]:
-    """Return the peers that train each slot, and all that have not left."""
-    holders: dict[int, list[str]] = {}
-    for peer in view.active:
-        for slot in peer.slots:
-            holders.setdefault(slot, []).append(peer.peer_id)
-    return holders, [peer.peer_id for peer in view.peers.values() if peer.state != "left"]
+def peers_of(view: SwarmView) -> list[str]:
+    """Return the peers that have not left."""
+    return [peer.peer_id for peer in view.peers.values() if peer.state != "left"]
 
 
-def pull_round(
-    swarm: HivemindSwarm,
-    run: RunConfig,
-    body: Body,
-    holders: Mapping[int, Sequence[str]],
-    peers: Sequence[str],
-    *,
-    in_fp32: bool = True,
-) -> None:
+def pull_round(swarm: HivemindSwarm, run: RunConfig, body: Body, peers: Sequence[str], *, in_fp32: bool = True) -> None:
     """Fetch the versions that a certificate names.
 
     A slot whose certified version no peer has any more comes in its kept form, or else in its newest other version.
@@ -151,7 +113,6 @@ def pull_round(
         swarm: Where they are fetched and stored.
         run: The run's settings.
         body: Of the certificate.
-        holders: Peers that train each slot.
         peers: All peers to ask.
         in_fp32: Whether to fetch slots in fp32, or in the run's kept form if it has one.
 
@@ -160,21 +121,21 @@ def pull_round(
     """
     inventory = swarm.inventory(peers) if peers else {}
     has_kept, timeout = run.kept_form is not None, run.round.exchange_seconds
-    plan = plan_pull(body, inventory, holders, kept=has_kept and not in_fp32)
-    failures = dict(swarm.pull(plan.current, min_round=0, timeout=timeout, digests=plan.digests))
-    if SHARED in failures or SHARED not in plan.current:
+    current, older = plan_pull(body, inventory, kept=has_kept and not in_fp32)
+    failures = dict(swarm.pull(current, peers, timeout=timeout))
+    if SHARED in failures or SHARED not in current:
         raise ExchangeError(f"no shared version of round {body.round}: {failures.get(SHARED, 'no peer has it')}")
     if has_kept and in_fp32:
-        came = {name.kept for name in plan.current if name not in failures and name != SHARED}
-        plan = plan_pull(body, inventory, holders, kept=True).without({SHARED, *came})
-        failures = dict(swarm.pull(plan.current, min_round=0, timeout=timeout, digests=plan.digests))
-    for older, wanted in sorted(plan.older.items()):
-        own = swarm.versions()
-        again = {name: peers for name, peers in wanted.items() if name in failures or name not in plan.current}
-        missing = {name: peers for name, peers in again.items() if name not in own or own[name].round < older}
-        unfetched = swarm.pull(missing, min_round=older, timeout=timeout) if missing else {}
-        for reason, names in by_reason(unfetched).items():
-            log.warning("no version of %s, not even of round %d: %s", names, older, reason, extra=HEALS)
+        came = {name.kept for name in current if name not in failures and name != SHARED}
+        current, older = plan_pull(body, inventory, kept=True)
+        current, older = ({n: s for n, s in each.items() if n not in (SHARED, *came)} for each in (current, older))
+        without = {name: why for name, why in failures.items() if name.kept not in current}
+        failures = without | dict(swarm.pull(current, peers, timeout=timeout))
+    own = swarm.versions()
+    again = {name: state for name, state in older.items() if name in failures or name not in current}
+    missing = {name: state for name, state in again.items() if name not in own or own[name].round < state[0]}
+    for reason, names in by_reason(swarm.pull(missing, peers, timeout=timeout)).items():
+        log.warning("no other version of %s either: %s", names, reason, extra=HEALS)
     for reason, names in by_reason(failures).items():
         log.warning("no certified version of %s, in round %d: %s", names, body.round, reason, extra=HEALS)
 
@@ -195,7 +156,7 @@ class Archive:
         in_fp32: Whether slots are fetched in fp32 in every round, and not after the last one only.
 
     Attributes:
-        anchors: Sizes of the run's versions, and how a published delta advances one; holds no values.
+        anchors: Sizes of the run's versions, and how a delta advances one; holds no values.
         round: Round of the shared parameters.
     """
 
@@ -222,13 +183,13 @@ class Archive:
         self.anchors = Anchors(self._run, self._model.numels)
         self.round = 0
 
-    def pull(self, body: Body, holders: Mapping[int, Sequence[str]], peers: Sequence[str], *, is_last: bool) -> None:
+    def pull(self, body: Body, peers: Sequence[str], *, is_last: bool) -> None:
         """Bring the model to what a certificate names, as `pull_round` does; in fp32 what ends the run.
 
         Raises:
             ExchangeError: no peer sent the shared parameters, or a file is damaged; the model stays as it was.
         """
-        pull_round(self._swarm, self._run, body, holders, peers, in_fp32=self._in_fp32 or is_last)
+        pull_round(self._swarm, self._run, body, peers, in_fp32=self._in_fp32 or is_last)
         rounds = self._model.load(self._swarm)  # slots without a version keep their values
         self.round = self._swarm.versions()[SHARED].round
         if stale := {slot: number for slot, number in rounds.items() if number < self.round}:
@@ -373,11 +334,11 @@ class Watch:
         if self._job is not None or time.monotonic() < self._retry_at or not self._is_due():
             return
         number = self.view.published if self._archived >= 0 else 0
-        holders, peers = holders_and_peers(self.view)
+        peers = peers_of(self.view)
         job: Future[_Taken] = Future()
         self._job = job
         # A daemon, so that an interrupted monitor does not stay for a download's deadline.
-        work = (job, lambda: self._take(number, holders, peers))
+        work = (job, lambda: self._take(number, peers))
         threading.Thread(target=_run, args=work, name="archive", daemon=True).start()
 
     def _is_due(self) -> bool:
@@ -386,11 +347,11 @@ class Watch:
             return True
         return published > last and (published >= self._rounds.total or published // every > last // every)
 
-    def _take(self, number: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> _Taken:
+    def _take(self, number: int, peers: Sequence[str]) -> _Taken:
         """Bring the archive to a round, evaluate it, and save it after the last round; in the job's thread."""
         if number > 0:
             last = self._swarm.last()  # the founder may have changed the number of rounds
-            self._archive.pull(last, holders, peers, is_last=last.round >= self._rounds.total)
+            self._archive.pull(last, peers, is_last=last.round >= self._rounds.total)
         held_out = self._archive.evaluate()
         if self._archive.round >= self._rounds.total:
             self._save(self._archive.round, None if held_out is None else held_out.loss)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from spes_p2p.errors import AbsentError, ConfigError
 from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, base_name, encode_base
 from spes_p2p.model.build import outline
 from spes_p2p.model.start import StartWeights
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.records import ManifestRecord
@@ -48,7 +48,7 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
     if not lacking:
         return
     if source is None:
-        _fetch(swarm, layout, lacking)
+        _fetch(swarm, manifest, layout, lacking)
         return
     with ExitStack() as stack:
         base = StartWeights(source, outline(run.model, manifest.vocab_size, run.data.sequence_length), stack)
@@ -62,20 +62,15 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
             swarm.publish_document(base_name(slot), document)
 
 
-def _fetch(swarm: HivemindSwarm, layout: BaseLayout, lacking: Mapping[int | None, str]) -> None:
+def _fetch(swarm: HivemindSwarm, manifest: Manifest, layout: BaseLayout, lacking: Mapping[int | None, str]) -> None:
     sizes = {slot: layout.num_bytes(slot) for slot in lacking}
     log.info("fetching the base of the adapters: %.1f MB", sum(sizes.values()) / 1e6)
     for slot, expected in lacking.items():
         name, num_bytes = base_name(slot), sizes[slot]
         peers = [peer for peer in swarm.read(ManifestRecord) if peer != swarm.peer_id]
-        random.shuffle(peers)  # spreads newcomers over the peers, which are asked in order
-        failures = swarm.exchange.pull(
-            {name: peers},
-            min_round=0,
-            timeout=WAIT_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND,
-            max_bytes={name: num_bytes},
-            digests={name: expected},
-        )
+        version = Version(run_id=manifest.run_id, name=name, round=0, digest=expected, num_bytes=num_bytes)
+        timeout = WAIT_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
+        failures = swarm.exchange.pull([version], peers, timeout=timeout)
         if reason := failures.get(name):
             raise AbsentError(
                 f"cannot fetch {name} of the run's base: {reason}; try again, or name your copy with --from"

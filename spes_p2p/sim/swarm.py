@@ -20,6 +20,7 @@ from spes_p2p.swarm.certificate import (
     Body,
     known_peers,
 )
+from spes_p2p.swarm.exchange.fetch import ABSENT_SECONDS
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -31,7 +32,7 @@ MAX_FRUITLESS_ROUNDS = 20
 
 
 class MemorySwarm:
-    """One virtual peer's view of a hub; implements `Swarm`. Versions are not signed: all peers are members.
+    """One virtual peer's view of a hub; implements `Swarm`.
 
     Attributes:
         accused: Rounds and peers for which this peer has evidence.
@@ -193,9 +194,6 @@ class MemorySwarm:
             round=round,
             digest=digest(data),
             num_bytes=data.nbytes,
-            codec=self._vectors.codec(name),
-            author=self.peer_id,
-            public_key="",
         )
 
     def versions(self) -> Mapping[str, Version]:
@@ -228,63 +226,34 @@ class MemorySwarm:
             kept.pop(name, None)
 
     def pull(
-        self,
-        wanted: Mapping[VectorName, Sequence[str]],
-        *,
-        min_round: int,
-        timeout: float,
-        authors: Mapping[VectorName, Collection[str]] | None = None,
-        digests: Mapping[VectorName, str] | None = None,
+        self, wanted: Mapping[VectorName, tuple[int, str]], peers: Sequence[str], *, timeout: float
     ) -> Mapping[VectorName, str]:
-        deadline, failures = self.now() + timeout, self._vectors.unknown(wanted)
-        for name, peers in wanted.items():
+        deadline, failures = self.now() + min(timeout, ABSENT_SECONDS), self._vectors.unknown(wanted)
+        for name, (_, wanted_digest) in wanted.items():
             if name in failures:
                 continue
-            peer = self._wait_for(
-                name, peers, min_round, deadline, (authors or {}).get(name, ()), (digests or {}).get(name, "")
-            )
+            is_refused = wanted_digest in self._refused
+            peer = None if is_refused else self._wait_for(name, wanted_digest, peers, deadline)  # guard: memory-refused
             if peer is None:
                 failures[name] = "no peer has it"
                 continue
             found = self._hub.bundles[peer][name]
             have = self._mine[name][0].digest if name in self._mine else ""
-            num_bytes = found[0].num_bytes if found[0].digest != have else 0
+            num_bytes = found[0].num_bytes if wanted_digest != have else 0
             self._pulled_bytes += num_bytes
             self._hub.bytes_out[peer] += num_bytes
             self._keep({name: found})
         return failures
 
-    def _wait_for(
-        self,
-        name: VectorName,
-        peers: Sequence[str],
-        min_round: int,
-        deadline: float,
-        authors: Collection[str],
-        digest: str,
-    ) -> str | None:
-        """Return the peer with the newest version, of several the one that has sent least; None if it never came."""
+    def _wait_for(self, name: VectorName, digest: str, peers: Sequence[str], deadline: float) -> str | None:
+        """Return a peer with the version, of several the one that has sent least; None if none gets it in time."""
         while True:
-            offers = {peer: self._hub.bundles[peer][name][0] for peer in peers if self._has(peer, name)}
-            # As in a real swarm, a peer that offers something else than is wanted is not asked again.
-            peers = [p for p in peers if p not in offers or not self._is_bad(offers[p], min_round, authors, digest)]
-            rounds = {peer: version.round for peer, version in offers.items() if peer in peers}
-            if offers and not peers:
-                return None
-            if rounds and max(rounds.values()) >= min_round:
-                newest = [peer for peer, round in rounds.items() if round == max(rounds.values())]
-                return min(newest, key=lambda peer: (self._hub.bytes_out[peer], peer))
+            having = [p for p in peers if self._has(p, name) and self._hub.bundles[p][name][0].digest == digest]
+            if having:
+                return min(having, key=lambda peer: (self._hub.bytes_out[peer], peer))
             if self.now() >= deadline:
                 return None
             self.clock.wait(deadline - self.now())
-
-    def _is_bad(self, version: Version, min_round: int, authors: Collection[str], digest: str) -> bool:
-        is_anothers = len(authors) > 0 and version.author not in authors and not VectorName(version.name).is_kept
-        return version.round >= min_round and (
-            version.digest in self._refused  # guard: memory-refused
-            or is_anothers
-            or digest not in ("", version.digest)
-        )
 
     def _has(self, peer: str, name: VectorName) -> bool:
         return name in self._hub.bundles.get(peer, {})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spes_p2p import __version__
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import to_bytes
+from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
@@ -24,11 +24,11 @@ from spes_p2p.swarm.certificate import MAX_KEPT, Body, known_peers, strangers
 from spes_p2p.swarm.consensus import FOLDER, Consensus
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import CodecKind, Version
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.membership import Membership
-from spes_p2p.swarm.names import SHARED, AnyName, VectorName, by_form, slot_ranges
+from spes_p2p.swarm.names import SHARED, VectorName, by_form, slot_ranges
 from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
@@ -383,21 +383,19 @@ class HivemindSwarm:
     # ------------------------------------------------------------------ versions
 
     def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
-        items = {name: (to_bytes(flat_N), self._vectors.codec(name)) for name, flat_N in bundles.items()}
-        return self._publish(round, items)
+        items = {name: to_bytes(flat_N) for name, flat_N in bundles.items()}
+        versions = {name: self._version(name, round, digest(data), len(data)) for name, data in items.items()}
+        self._store.add({name: (versions[name], data) for name, data in items.items()})
+        return versions
 
     def publish_document(self, name: str, data: bytes | memoryview, round: int = 0) -> Version:
-        """Serve a document (manifest, tokenizer, part of a base) as it is; of its author's, that of the latest round
-        counts."""
-        return self._publish(round, {name: (data, "raw")})[name]
+        """Sign and serve a document (manifest, tokenizer, part of a base); of its author's, the latest round counts."""
+        version = Version.sign(self.node.identity, self.node.run_id, name, round, data)
+        self._store.add({name: (version, data)})
+        return version
 
-    def _publish(
-        self, round: int, items: Mapping[AnyName, tuple[bytes | memoryview, CodecKind]]
-    ) -> dict[AnyName, Version]:
-        sign = partial(Version.sign, self.node.identity, self.node.run_id)
-        signed = {name: (sign(name, round, data, codec), data) for name, (data, codec) in items.items()}
-        self._store.add(signed)
-        return {name: version for name, (version, _) in signed.items()}
+    def _version(self, name: str, round: int, digest: str, num_bytes: int) -> Version:
+        return Version(run_id=self.node.run_id, name=name, round=round, digest=digest, num_bytes=num_bytes)
 
     def contacts(self) -> Collection[str]:
         return (self.read(Contact).keys() | self.read(Claim).keys()) - {self.peer_id}
@@ -406,7 +404,7 @@ class HivemindSwarm:
         return self._store.newest()
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
-        if self._vectors.codec(name) == "fp32":
+        if not VectorName(name).is_kept:
             return self._store.map(name, before=before).whole()
         return self._vectors.decode(name, self._store.read(name, before=before))
 
@@ -440,22 +438,16 @@ class HivemindSwarm:
         return self._store.read(name, digest=digest)
 
     def pull(
-        self,
-        wanted: Mapping[VectorName, Sequence[str]],
-        *,
-        min_round: int,
-        timeout: float,
-        authors: Mapping[VectorName, Collection[str]] | None = None,
-        digests: Mapping[VectorName, str] | None = None,
+        self, wanted: Mapping[VectorName, tuple[int, str]], peers: Sequence[str], *, timeout: float
     ) -> Mapping[VectorName, str]:
-        unknown = self._vectors.unknown(wanted)  # guard: strange-pull
-        wanted = {name: peers for name, peers in wanted.items() if name not in unknown}
-        limits = {name: self._vectors.num_bytes(name) for name in wanted}
-        pull = partial(self.exchange.pull, min_round=min_round, timeout=timeout, max_bytes=limits)
+        failures = self._vectors.unknown(wanted)  # guard: strange-pull
+        sizes = {name: self._vectors.num_bytes(name) for name in wanted if name not in failures}
+        versions = [self._version(name, *wanted[name], num_bytes) for name, num_bytes in sizes.items()]
         try:
-            return unknown | pull(wanted, authors=authors, digests=digests)
+            reasons = self.exchange.pull(versions, peers, timeout=timeout)
         finally:
             self.exchange.server.release()
+        return failures | {name: reasons[name] for name in sizes if name in reasons}
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         found = self.exchange.inventory(peers)

@@ -134,7 +134,7 @@ class Swarm(Protocol):
         """Restore what `residuals` returned before a restart. Valid only for the same anchors."""
 
     def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
-        """Sign and serve flat vectors as this round's versions, in place of older versions of the same names.
+        """Serve flat vectors as this round's versions, in place of older versions of the same names.
 
         Args:
             round: The versions' round.
@@ -175,23 +175,14 @@ class Swarm(Protocol):
         """Delete this peer's versions of a vector."""
 
     def pull(
-        self,
-        wanted: Mapping[VectorName, Sequence[str]],
-        *,
-        min_round: int,
-        timeout: float,
-        authors: Mapping[VectorName, Collection[str]] | None = None,
-        digests: Mapping[VectorName, str] | None = None,
+        self, wanted: Mapping[VectorName, tuple[int, str]], peers: Sequence[str], *, timeout: float
     ) -> Mapping[VectorName, str]:
-        """Fetch versions of `min_round` or later.
+        """Fetch versions, each from all peers that have it, or get it meanwhile.
 
         Args:
-            wanted: Peers to ask for each vector, in order of preference.
-            min_round: A peer with an older version is given time to publish this one.
+            wanted: Round and digest of the version of each vector.
+            peers: Peers to ask.
             timeout: Seconds for all versions together.
-            authors: Peers that made the version; one of them must have signed it, if any are named. Of a kept form they
-                tell who has it by now or never: replicas make the same, and the certificate names its digest.
-            digests: The version to fetch; any will do if a vector is not named.
 
         Returns:
             Reasons for the versions that could not be fetched. This peer keeps its old ones.

@@ -198,15 +198,15 @@ def pull_document(
     seconds: float = PULL_SECONDS,
 ) -> str:
     """Fetch a document, only by `author` and with `digest` unless these are empty; return the reason for a failure."""
-    failures = swarm.exchange.pull(
-        {name: peers},
+    return swarm.exchange.pull_document(
+        name,
+        peers,
+        author=author,
         min_round=min_round,
+        digest=digest,
+        max_bytes=MAX_BYTES[name],
         timeout=seconds,
-        max_bytes=MAX_BYTES,
-        authors={name: [author]} if author else {},
-        digests={name: digest} if digest else None,
     )
-    return failures.get(name, "")
 
 
 def check_founder(manifest: Manifest, founder: str | None) -> None:

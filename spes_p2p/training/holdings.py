@@ -6,15 +6,11 @@ Pure functions of what all peers know, without clock, network or disk.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from spes_p2p.swarm.certificate import MAX_KEPT, Body
 from spes_p2p.swarm.names import SHARED, VectorName
-
-MIN_UPLINK = 1e-9
-"""Stands for an uplink of zero in a division."""
 
 
 def wanted(
@@ -71,48 +67,6 @@ def keepers(body: Body, copies: int) -> dict[int, tuple[str, ...]]:
 
 def _lot(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
-
-
-def preferred(puller: str, name: str, peers: Iterable[str], uplinks: Mapping[str, float] | None = None) -> list[str]:
-    """Return peers in the order in which `puller` should ask them for `name`.
-
-    A peer comes first with a probability of its share of the uplinks, drawn by hash: so pullers spread over the
-    peers, and two pullers seldom ask in the same order.
-
-    Source: weighted rendezvous hashing (Schindelhauer and Schomaker, 2005).
-
-    Args:
-        puller: The peer that asks.
-        name: The version.
-        peers: Peers that have it, or will soon.
-        uplinks: In 10^6 bits per second; a peer without an entry counts as the fastest.
-    """
-    weights = uplinks or {}
-    fastest = max(weights.values(), default=1.0)
-
-    def lot(peer: str) -> tuple[float, str]:
-        drawn = int.from_bytes(_lot(f"{puller}/{name}/{peer}")[:6], "big")
-        return -math.log((drawn + 1) / (2**48 + 1)) / max(weights.get(peer, fastest), MIN_UPLINK), peer
-
-    return sorted(peers, key=lot)
-
-
-def sources(me: str, name: VectorName, makers: Sequence[str], body: Body, uplinks: Mapping[str, float]) -> list[str]:
-    """Return the peers to ask for a slot's version of the last round: its makers, replicas, and all other members.
-
-    Peers that this one cannot call come last.
-
-    Args:
-        me: This peer.
-        name: The version.
-        makers: Peers that made it.
-        body: Of the round's certificate.
-        uplinks: Of the members, in 10^6 bits per second; 0 for those that `me` cannot call.
-    """
-    keeping = [member.peer_id for member in body.members if name.slot in member.keeps]
-    members = [member.peer_id for member in body.members]
-    found = dict.fromkeys(peer for peers in (makers, keeping, members) for peer in preferred(me, name, peers, uplinks))
-    return sorted((peer for peer in found if peer != me), key=lambda peer: not uplinks.get(peer))
 
 
 # ---------------------------------------------------------------------- a budget of refreshed slots

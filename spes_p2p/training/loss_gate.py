@@ -186,13 +186,12 @@ class LossGate:
         """Refuse a version, also as an anchor; its maker is suspect if it made it alone and the harm is clear."""
         held = self._sync.held
         version, makers = self._sync.swarm.versions()[held.form(name)], held.makers.get(name, ())
-        maker = makers[0] if len(makers) == 1 else version.author
         log.warning(
             "round %d: %s of %s makes this model worse: %s; keeping the version before",
-            *(version.round, name, maker[-6:], harm),
+            *(version.round, name, ", ".join(peer[-6:] for peer in makers) or "peers that have left", harm),
         )
-        is_suspect = is_clear and list(makers) == [maker]
+        is_suspect = is_clear and len(makers) == 1
         held.refuse(
             name,
-            {maker: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
+            {makers[0]: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
         )

@@ -21,7 +21,7 @@ from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors, start_digests
-from spes_p2p.training.holdings import affordable, keepers, preferred, sources, wanted
+from spes_p2p.training.holdings import affordable, keepers, wanted
 from spes_p2p.training.round_work import StoredVectors
 
 log = logging.getLogger(__name__)
@@ -265,13 +265,18 @@ class HeldSlots:
         if only is not None:
             lacking = {name: digest for name, digest in lacking.items() if name in only}
         came = set[VectorName]()
-        fresh = self._sources(body, roster, lacking) if roster is not None else {}
-        if fresh:
-            came |= self._pull(fresh, {name: lacking[name] for name in fresh}, body.round)
+        fresh: dict[VectorName, tuple[int, str]] = {}
+        if roster is not None:
+            me, links = self._swarm.peer_id, roster.uplinks_to(self._swarm.peer_id)
+            self.makers = makers_of(body, me)
+            fresh = {name: (body.round, digest) for name, digest in lacking.items() if name.weights in self.makers}
+            members = [member.peer_id for member in body.members if member.peer_id != me]
+            came |= self._pull(fresh, sorted(members, key=lambda peer: not links.get(peer)))  # whom it can call first
         older = {name: digest for name, digest in lacking.items() if name not in fresh}
         if older:
-            found, digests = self._offered(older, self._offers(self.others() if peers is None else peers))
-            came |= self._pull(found, digests, 0) if found else set()
+            offers = self._offers(self.others() if peers is None else peers)
+            found = self._offered(older, offers)
+            came |= self._pull(found, list(offers))
             if SHARED in found and SHARED not in came:
                 self._unloaded |= {name.weights for name in came}
                 raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
@@ -313,16 +318,6 @@ class HeldSlots:
         chosen = affordable(behind, routed, budget, {*self.slots, *self.keeps})
         return {name: digest for name, digest in lacking.items() if name in chosen}
 
-    def _sources(self, body: Body, roster: Roster, lacking: Collection[VectorName]) -> dict[VectorName, list[str]]:
-        """Return the peers to ask for each lacking version that the last round made."""
-        me, uplinks = self._swarm.peer_id, roster.uplinks_to(self._swarm.peer_id)
-        self.makers = makers_of(body, me)
-        return {
-            name: sources(me, name, self.makers[name.weights], body, uplinks)
-            for name in lacking
-            if name.weights in self.makers
-        }
-
     def _offers(self, peers: Sequence[str]) -> Having:
         """Ask peers which versions of this run's vectors they have; other names are left out."""
         offers = self._swarm.inventory(peers) if peers else {}
@@ -335,16 +330,14 @@ class HeldSlots:
             for peer, offered in offers.items()
         }
 
-    def _offered(
-        self, lacking: Mapping[VectorName, str], offers: Having
-    ) -> tuple[dict[VectorName, list[str]], dict[VectorName, str]]:
-        """Return whom to ask for which version: of a lost one the newest other, of equally new ones the most frequent.
+    def _offered(self, lacking: Mapping[VectorName, str], offers: Having) -> dict[VectorName, tuple[int, str]]:
+        """Return which versions to fetch: of a lost one the newest other, of equally new ones the most frequent.
 
         A version is lost if half of the peers that the last certificate knows have answered, and none has it.
         """
         known = known_peers(self._swarm.last()) - {self._swarm.peer_id}
         has_asked_half = 2 * len(offers.keys() & known) >= len(known)
-        lost, found, digests = set(self.lost), dict[VectorName, list[str]](), dict[VectorName, str]()
+        lost, found = set(self.lost), dict[VectorName, tuple[int, str]]()
         for name, digest in lacking.items():
             offered = {peer: versions[name] for peer, versions in offers.items() if name in versions}
             having = [peer for peer, version in offered.items() if _is(version, digest)]
@@ -356,22 +349,16 @@ class HeldSlots:
             newer = {p: v for p, v in offered.items() if p in having or (name in lost and is_newer(v, mine))}
             states = Counter((newer[peer].round, newer[peer].digest) for peer in having or newer)
             if states:
-                best = min(states, key=lambda state: (-state[0], -states[state], state[1]))
-                peers = [peer for peer in having or newer if newer[peer].digest == best[1]]
-                found[name], digests[name] = preferred(self._swarm.peer_id, name, peers), best[1]
+                found[name] = min(states, key=lambda state: (-state[0], -states[state], state[1]))
         self.lost = frozenset(lost)
-        return found, digests
+        return found
 
-    def _pull(
-        self, peers: Mapping[VectorName, Sequence[str]], digests: Mapping[VectorName, str], min_round: int
-    ) -> set[VectorName]:
+    def _pull(self, versions: Mapping[VectorName, tuple[int, str]], peers: Sequence[str]) -> set[VectorName]:
         """Fetch versions as `Swarm.pull` does; return those that came, and log the others."""
-        failures = self._swarm.pull(
-            peers, min_round=min_round, timeout=self._run.round.exchange_seconds, digests=digests
-        )
+        failures = self._swarm.pull(versions, peers, timeout=self._run.round.exchange_seconds) if versions else {}
         for reason, names in by_reason(failures).items():
             log.warning("could not fetch %s: %s", names, reason, extra={"heals": True})
-        return {name for name in peers if name not in failures}
+        return {name for name in versions if name not in failures}
 
     # ------------------------------------------------------------------ masters and kept forms
 

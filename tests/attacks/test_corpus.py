@@ -30,7 +30,8 @@ from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError, SpesError
 from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking, check_snapshot, read_roster
 from spes_p2p.swarm.averaging.partition import decode_message, slices
-from spes_p2p.swarm.exchange.protocol import Answer, Request, Wanted
+from spes_p2p.swarm.exchange.blocks import Have
+from spes_p2p.swarm.exchange.protocol import GET_BYTES, HASH_BYTES, Question, parse_get, parse_want
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.manifest import Manifest, read_manifest
 from spes_p2p.swarm.p2p.identity import Identity
@@ -145,7 +146,7 @@ def test_a_leader_that_invents_a_group_is_named_and_not_followed(people, case):
 
 
 def honest_version(people, data=b"0" * 28, **changes):
-    return Version.sign(people.mallory, "run", "slot-1", 3, data, "fp32").model_copy(update=changes)
+    return Version.sign(people.mallory, "run", "manifest", 3, data).model_copy(update=changes)
 
 
 @cases("versions")
@@ -163,18 +164,17 @@ def test_a_bad_version_is_refused(people, case):
 
 @cases("exchange")
 def test_a_bad_message_of_the_exchange_is_refused(people, case):
-    wanted = Wanted("slot-1", 3, 28)
-    request = {"name": "slot-1", "min_round": 3, "timeout": 1.0}
-    assert Request.parse(json.dumps(request).encode()).name == "slot-1"
-    changed = spelled_out({key: case.get(key, {}) for key in ("request", "answer", "version")}, people)
-    if changed["request"] or "drop" in case:
-        with pytest.raises(ExchangeError):
-            Request.parse(altered(request, {"change": changed["request"], "drop": case.get("drop")}, people).encode())
-        return
+    parsers = {
+        "question": (Question.parse, b'{"name": "slot-1"}'),
+        "want": (parse_want, bytes(2 * HASH_BYTES)),
+        "get": (parse_get, bytes(GET_BYTES)),
+        "have": (lambda data: Have.parse_all(data, [1, 9]), bytes.fromhex("0102ff01")),
+    }
+    parse, honest = parsers[case["of"]]
+    parse(honest)
+    text = bytes.fromhex(case["bytes"]) if "bytes" in case else None
     with pytest.raises(ExchangeError):
-        Answer.parse(altered({"state": "whole"} | changed["answer"], {"name": ""} | case, people).encode())
-        wanted.check(honest_version(people, **changed["version"]))
-    wanted.check(honest_version(people))
+        parse(altered(json.loads(honest), case, people).encode() if text is None else text)
 
 
 # ---------------------------------------------------------------------- tensors

@@ -76,7 +76,7 @@ def test_a_version_that_nobody_published_is_found_out(lived: tuple[Lab, Report],
     shutil.copytree(lab.folder / "history", tmp_path / "history")
     lives = {path: events_of(path) for path in (tmp_path / "history").glob("*.jsonl")}
     has = [event["versions"] for life in lives.values() for event in life if event["event"] == "has"]
-    _, version, _ = max(versions["shared"] for versions in has if "shared" in versions)
+    _, version = max(versions["shared"] for versions in has if "shared" in versions)
     for path, life in lives.items():  # whoever was in its group published it too
         for event in life:
             if event["event"] == "publishes" and event["versions"].get("shared") == version:

@@ -184,19 +184,12 @@ class Attacker:
 
         return self.run(work())
 
-    async def _first_byte(self, service: str) -> bytes:
-        reader, writer = await self.open(service)
-        try:
-            return await reader.readexactly(1)
-        finally:
-            writer.close()
-
     # ------------------------------------------------------------------ the victim
 
     def is_served(self) -> bool:
         """Whether all of the victim's processes answer: its DHT, its averager, its exchange."""
         ping, confirmed = self.ping(), self.confirm("00" * 20)
-        inventory = self.run(self._first_byte(INVENTORY))
+        inventory, *_ = self.hear(INVENTORY, b"t\x00\x00\x00\x02{}")
         answers = (
             isinstance(ping, dht_pb2.PingResponse),
             # Between a meeting that failed and the next one, it waits in vain for the group to be known.

@@ -1,8 +1,5 @@
 """Peers of one process that exchange versions over real streams, and rogues among them."""
 
-import asyncio
-import json
-
 import torch
 from peer_server import start_of
 
@@ -11,14 +8,14 @@ from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.exchange.exchange import Exchange
-from spes_p2p.swarm.exchange.protocol import DATA, Channel, Request
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.protocol import Channel
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 
 NUMELS = {"slot": 200_000, "shared": 3_000_000}
-"""Slots come in several messages, `shared` in several ranges."""
+"""A slot is one block, `shared` twelve."""
 KEPT = KeptForm("bf16", NUMELS["slot"])
 ROUNDS = RoundConfig(heartbeat_seconds=1.0, lease_seconds=30.0)
 NUM_SLOTS = 512
@@ -67,35 +64,11 @@ def data_of(flat_N):
     return bytes(to_bytes(flat_N))
 
 
-def signed(identity, name="slot-1", round=3, data=b"", run_id="run", codec="fp32"):
-    return Version.sign(identity, run_id, name, round, data, codec)
+def publish(swarm, round, bundles):
+    """Publish bundles; return round and digest by name."""
+    return {VectorName(name): (round, each.digest) for name, each in swarm.publish(round, bundles).items()}
 
 
-def changed(version, **changes):
-    """Return a version with something changed after it was signed."""
-    return version.model_copy(update=changes)
-
-
-async def offer(channel, version, state="whole"):
-    """Hear a request, and offer a version; return the range asked for first, which small ones are at once."""
-    request = Request.parse(await channel.receive_text())
-    answer = {"state": state, "version": version.model_dump_json()}
-    await channel.send_text(json.dumps(answer))
-    return (0, version.num_bytes) if request.at_once else await channel.receive_range()
-
-
-async def send(channel, data, piece=2**18):
-    """Send bytes as if they were those asked for."""
-    for start in range(0, len(data), piece):
-        await channel.send(DATA, data[start : start + piece])
-
-
-def serving(version, data, state="whole"):
-    """Return a script that offers a version, and sends `data` for the first range asked for, then hangs up."""
-
-    async def script(channel):
-        await offer(channel, version, state)
-        await send(channel, data)
-        await asyncio.sleep(0.2)  # or the tail is lost
-
-    return script
+def pull(puller, wanted, *holders, timeout=PULL_SECONDS):
+    """Pull versions of these peers; return the failures."""
+    return puller.pull(wanted, [holder.peer_id for holder in holders], timeout=timeout)

@@ -13,6 +13,8 @@ from hivemind.proto import averaging_pb2
 from peer_server import with_arrays
 from real_peers import PeerProcess, contribution
 
+from spes_p2p.swarm.exchange.protocol import MAX_WANTED
+
 POURED_BYTES, POUR_SECONDS = 2**28, 5.0
 """More than any peer may take, and how long it is offered."""
 CROWD, CROWD_SECONDS = 28, 3.0
@@ -63,8 +65,8 @@ STREAMS = {
     "one of a TiB": (PART, head(2**40), b"x" * 2**18),
     "parts": (PART, message(2**18 - 100), message(2**18 - 100)),
     "joins": (JOIN, message(1000), message(2**18 - 100)),
-    "a request": (FETCH, b"t\x00\x00\x20\x00", b"x" * 2**18),
-    "an inventory": (INVENTORY, b"", b"x" * 2**18),
+    "a request": (FETCH, b"w" + (32 * MAX_WANTED).to_bytes(4), b"x" * 2**18),
+    "an inventory": (INVENTORY, b"t\x00\x00\x20\x00", b"x" * 2**18),
 }
 """By what they consist of: the service, the first bytes, and what comes then without end."""
 

@@ -102,7 +102,7 @@ class History:
                     lines.append(f"{when} commits round {event['round']} of {name} from {event['before'][name][:8]}")
             elif event["event"] == "has":
                 for name in sorted(names & event["versions"].keys()):
-                    round, version, _ = event["versions"][name]
+                    round, version = event["versions"][name]
                     if last.get((event["peer"], name)) != version:
                         lines.append(f"{when} has {name} {version[:8]} of round {round}")
                     last[event["peer"], name] = version
@@ -210,7 +210,7 @@ class History:
         """Return who ever had a version, by name and digest."""
         holders: dict[tuple[str, str], set[str]] = defaultdict(set)
         for event in self._events:
-            for name, (_, version, _) in event["versions"].items() if event["event"] == "has" else ():
+            for name, (_, version) in event["versions"].items() if event["event"] == "has" else ():
                 holders[name, version].add(event["peer"])
         return holders
 
@@ -219,7 +219,7 @@ class History:
         for life in self._lives:
             last: dict[str, tuple[int, str]] = {}
             for event in life:
-                for name, (round, version, _) in event["versions"].items() if event["event"] == "has" else ():
+                for name, (round, version) in event["versions"].items() if event["event"] == "has" else ():
                     before = last.get(name)
                     is_given_up = before and (len(holders[name, before[1]]) < 2 or (name, before[1]) in self._refused)
                     if before and round < before[0] and not is_given_up:

@@ -141,7 +141,7 @@ def record(scribe: Scribe) -> None:
     """Have the swarm's methods write down what goes in and out."""
 
     def has(swarm: HivemindSwarm) -> None:
-        versions = {name: [v.round, v.digest, v.author] for name, v in swarm.versions().items() if v.codec != "raw"}
+        versions = {name: [v.round, v.digest] for name, v in swarm.versions().items() if v.codec != "raw"}
         scribe.note("has", peer=swarm.peer_id, versions=versions)
 
     # Results of the open round's attempts by the digest of what would follow of `shared`; a later attempt may decide on

@@ -66,13 +66,13 @@ class PeerFolder:
             vocab_size=self.vocab_size,
             tokenizer_digest=digest(document),
         )
-        self.add(0, {"manifest": manifest.encode(), "tokenizer": document}, "raw")
+        self.add(0, {"manifest": manifest.encode(), "tokenizer": document})
         bare = outline(self.run.model, self.vocab_size, self.run.data.sequence_length)
         self.shared, self.slot = Layout(bare.shared_shapes()), Layout(bare.slot_shapes())
 
-    def add(self, round: int, data: Mapping[str, bytes], codec: str) -> None:
+    def add(self, round: int, data: Mapping[str, bytes]) -> None:
         sign = Version.sign
-        self.store.add({n: (sign(self.identity, "run", n, round, d, codec), d) for n, d in data.items()})  # type: ignore[arg-type]
+        self.store.add({n: (sign(self.identity, "run", n, round, d), d) for n, d in data.items()})
 
     def publish(self, round: int, slots: range | list[int] = range(SLOTS), *, shared: bool = True) -> PreTrainedModel:
         """Publish a model of its own for each round, of which slots outside `slots` stay as they were."""
@@ -82,7 +82,7 @@ class PeerFolder:
         for slot in slots:
             flats[f"slot-{slot}"] = self.slot.flatten({name: state[name][slot] for name in self.slot.shapes})
         bundles = {name: torch.cat([flat, torch.ones_like(flat)]) for name, flat in flats.items()}
-        self.add(round, {name: bytes(to_bytes(bundle)) for name, bundle in bundles.items()}, "fp32")
+        self.add(round, {name: bytes(to_bytes(bundle)) for name, bundle in bundles.items()})
         return model
 
     def round_off(self, slot: int, round: int) -> PreTrainedModel:
@@ -98,7 +98,7 @@ class PeerFolder:
         while version is not None:
             self.store.delete(version)
             version = self.store.find(f"slot-{slot}")
-        self.add(round, {f"kept-slot-{slot}": data.numpy().tobytes()}, "coded")
+        self.add(round, {f"kept-slot-{slot}": data.numpy().tobytes()})
         for name, rounded in self.slot.unflatten(form.values(data)).items():
             state[name][slot] = rounded
         return model

@@ -82,8 +82,7 @@ def test_who_does_not_know_the_founder_is_told_to_name_one_where_there_are_two(o
 def test_the_tokenizer_is_its_founders_whoever_else_offers_one(open_peer, monkeypatch):
     founder, thief = open_peer(), open_peer()
     manifest = found(founder)
-    failures = thief.exchange.pull({MANIFEST: [founder.peer_id]}, min_round=0, timeout=60, max_bytes={MANIFEST: 2**20})
-    assert failures == {}
+    assert module.pull_document(thief, MANIFEST, [founder.peer_id], founder.peer_id) == ""
     thief.publish_document(TOKENIZER, b"a tokenizer that no founder has seen")
     declare_manifest(thief, manifest)
     ask_last(monkeypatch, founder)

@@ -40,7 +40,6 @@ from spes_p2p.planner.memory import Setup, disk_bytes, peer_memory, shortage, sl
 from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import round_traffic, training_seconds, transfer_seconds
 from spes_p2p.swarm.clock import AdaptiveTimeout, clamp_tokens, round_end
-from spes_p2p.swarm.exchange.protocol import Request
 from spes_p2p.swarm.manifest import MANIFEST, MAX_BYTES, Manifest, read_manifest
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Claim, Metrics, Progress
@@ -299,7 +298,6 @@ def waits(run: RunConfig, loop: asyncio.AbstractEventLoop) -> None:
         timeout.was_exceeded()
         timeout.observe(times.averaging_seconds)
     assert 0 < timeout.seconds <= times.averaging_seconds
-    assert Request(name="shared", min_round=times.total, timeout=times.exchange_seconds)
 
 
 def rounds(run: RunConfig, identity: Identity, speed: float) -> None:

@@ -379,7 +379,7 @@ def tuned(files: World) -> None:
         peer = PeerFolder(files.good / base, Identity(files.good / "key"), run=run)
         model = outline_adapted(run, len(files.tokenizer))
         factors = Layout(model.shared_shapes()).flatten(InitialFactors(model, 0).read(None))
-        peer.add(1, {"shared": bytes(to_bytes(factors))}, "fp32")
+        peer.add(1, {"shared": bytes(to_bytes(factors))})
 
 
 @pytest.mark.parametrize("case", sample([*EXPORTS], ["a base without merging", "another base"]))

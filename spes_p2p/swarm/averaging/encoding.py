@@ -15,7 +15,7 @@ from spes_p2p.codecs.format import ErrorFeedback, Format, Segment
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import from_bytes
-from spes_p2p.swarm.exchange.versions import CodecKind, vector_names
+from spes_p2p.swarm.exchange.versions import vector_names
 from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import AnyName, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS
@@ -58,10 +58,6 @@ class Vectors:
     def formats(self) -> Mapping[str, KeptForm]:
         """Formats of the coded kinds."""
         return {} if self.kept is None else {KEPT_SLOT: self.kept}
-
-    def codec(self, name: str) -> CodecKind:
-        """Return the codec that a published vector's version states."""
-        return "coded" if VectorName(name).kind in self.formats else "fp32"
 
     def num_bytes(self, name: str) -> int:
         """Return the length of a published vector."""

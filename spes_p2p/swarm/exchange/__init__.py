@@ -1,1 +1,1 @@
-"""Versions: stored, offered, fetched from several peers, verified."""
+"""Versions: stored, served, fetched in blocks from all that have them, verified."""

@@ -1,4 +1,4 @@
-"""Moves versions between peers: offers, bounded uploads, inventories, pulls, and their verification before use."""
+"""Moves versions between peers: lists of what they have, bounded uploads, downloads in blocks, all verified."""
 
 from __future__ import annotations
 
@@ -6,226 +6,32 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
-import time
-from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from spes_p2p.codecs.kept import KeptForm
-from spes_p2p.codecs.vectors import digest
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm.exchange.client import Backoff, Pull
-from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget
-from spes_p2p.swarm.exchange.protocol import (
-    BUSY,
-    DATA,
-    END,
-    FRAME_BYTES,
-    Answer,
-    Channel,
-    DisconnectedError,
-    Request,
-    Signal,
-    Wanted,
-    ask,
-    listen,
-)
+from spes_p2p.swarm.exchange.blocks import Unfinished
+from spes_p2p.swarm.exchange.fetch import Fetch
+from spes_p2p.swarm.exchange.protocol import Channel, DisconnectedError, Question, listen
+from spes_p2p.swarm.exchange.serve import Server
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import Version, is_document
-from spes_p2p.swarm.names import AnyName, VectorName
+from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.rate_limit import RateLimit
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 20.0
-"""Longest silence of a peer before another one is asked."""
+"""Longest silence of a peer that is asked for something."""
 INVENTORY_SECONDS = 10.0
 MAX_NAMES = 4200
-PARALLEL_OFFERS = 16
-"""Versions requested at a time; until a peer has them, they cost nothing."""
-MAX_UPLOADS = 32
-MAX_NON_MEMBER_UPLOADS = 4
-"""Uploads, among those, to peers that were not in the last round: training goes before joining."""
-MAX_STREAMS_PER_PEER = 64
-QUEUE_SECONDS = 5.0
-"""Time for which an upload waits for its turn before the answer is BUSY."""
-LONGEST_WAIT_SECONDS = 10.0
-"""Time for which a caller is kept waiting for a version to be published."""
-NUM_READERS = 2
-BLOCK_BYTES = 4 * FRAME_BYTES
-
-
-class Payload:
-    """An offer and its bytes: a file, held open so that it can be read after its deletion.
-
-    Threads read it, so that a slow disk does not block the event loop.
-
-    Raises:
-        FileNotFoundError: the file is gone.
-    """
-
-    def __init__(self, answer: Answer, path: Path | None, readers: Executor) -> None:
-        self.answer = answer
-        self._readers = readers
-        self._file = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.num_bytes = 0 if self._file is None else os.fstat(self._file).st_size
-
-    async def read(self, start: int, stop: int) -> bytes:
-        """Return bytes from `start` on, at least one, up to `stop` at most."""
-        assert self._file is not None
-        loop = asyncio.get_running_loop()
-        if not (data := await loop.run_in_executor(self._readers, os.pread, self._file, stop - start, start)):
-            raise EOFError("a range beyond the end")
-        return data
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-class Server:
-    """Answers requests for versions.
-
-    Args:
-        store: This peer's versions.
-        uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
-
-    Attributes:
-        bytes_out: Payload bytes sent.
-        changed: Fires when the store has changed.
-    """
-
-    def __init__(self, store: VersionStore, uplink_mbit: float | None) -> None:
-        self.bytes_out = 0
-        self.changed = Signal()
-        self._store = store
-        self._rate_limit = RateLimit(uplink_mbit)
-        self._readers = ThreadPoolExecutor(NUM_READERS, "serving")
-        self._streams: Counter[str] = Counter()
-        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
-        self._non_member_uploads = asyncio.Semaphore(MAX_NON_MEMBER_UPLOADS)
-        self._members: Collection[str] = ()
-        self._reserved_until = 0.0
-
-    def reserve_for(self, peers: Collection[str], seconds: float) -> None:
-        """Serve only `peers` for `seconds`, or until `release`, so that newcomers do not delay a round.
-
-        After that they still go before other peers.
-        """
-        self._members = frozenset(peers)
-        self._reserved_until = time.monotonic() + seconds
-
-    def release(self) -> None:
-        """Serve all peers again."""
-        self._reserved_until = 0.0
-
-    def _is_non_member(self, peer: str) -> bool:
-        return bool(self._members) and peer not in self._members
-
-    def _is_turned_away(self, peer: str) -> bool:
-        return self._is_non_member(peer) and time.monotonic() < self._reserved_until
-
-    # ------------------------------------------------------------------ offers
-
-    async def serve(self, channel: Channel, peer: str) -> None:
-        """Serve one stream of an authenticated peer until it hangs up.
-
-        Raises:
-            ExchangeError: a request is impossible, or the peer hung up in the middle of an answer.
-            TimeoutError: the peer is silent, or does not read.
-        """
-        self._streams[peer] += 1
-        try:
-            await self._serve(channel, peer)
-        finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
-
-    async def _serve(self, channel: Channel, peer: str) -> None:
-        try:
-            request = Request.parse(await channel.receive_text())
-        except ExchangeError:
-            await self._decline(channel, "refused")
-            raise
-        if self._streams[peer] > MAX_STREAMS_PER_PEER or self._is_turned_away(peer):
-            return await self._decline(channel, "busy")
-        payload = await self._find(request)
-        if payload is None:
-            return await self._decline(channel, "absent")
-        with contextlib.closing(payload):
-            await channel.send_text(payload.answer.model_dump_json())
-            if request.at_once and payload.num_bytes:
-                await self._send(channel, peer, payload, 0, payload.num_bytes)
-            while True:
-                try:
-                    start, stop = await channel.receive_range()
-                except DisconnectedError:
-                    return None  # the caller has what it wanted
-                if not start < stop <= payload.num_bytes:  # guard: range-served
-                    raise ExchangeError(f"asked for bytes {start} to {stop} of {payload.num_bytes}")
-                await self._send(channel, peer, payload, start, stop)
-
-    async def _decline(self, channel: Channel, state) -> None:
-        await channel.send_text(Answer(state=state).model_dump_json())
-        await channel.wait_for_hang_up()
-
-    async def _find(self, request: Request) -> Payload | None:
-        """Return the payload for a request, once there is one; None if there is none in time."""
-        deadline = time.monotonic() + min(request.timeout, LONGEST_WAIT_SECONDS)
-        while True:
-            payload = self._payload(request)
-            if payload is not None or (remaining := deadline - time.monotonic()) <= 0:
-                return payload
-            await self.changed.wait(remaining)
-
-    def _payload(self, request: Request) -> Payload | None:
-        version = self._store.find(request.name, request.digest) or self._store.find(request.name)
-        if version is None or version.round < request.min_round:
-            return None
-        described = version.model_dump_json()
-        if version.digest == request.have:
-            return Payload(Answer(state="same", version=described), None, self._readers)
-        try:
-            return Payload(Answer(state="whole", version=described), self._store.path(version), self._readers)
-        except FileNotFoundError:  # a newer version has replaced it
-            return None
-
-    # ------------------------------------------------------------------ bytes
-
-    async def _send(self, channel: Channel, peer: str, payload: Payload, start: int, stop: int) -> None:
-        """Send a range; BUSY in place of all or the rest of it if the peer must wait."""
-        async with contextlib.AsyncExitStack() as held:
-            limits = [self._uploads]
-            if self._is_non_member(peer):
-                limits.insert(0, self._non_member_uploads)
-            for limit in limits:
-                try:
-                    async with asyncio.timeout(QUEUE_SECONDS):
-                        await limit.acquire()
-                except TimeoutError:
-                    return await channel.send(BUSY)
-                held.callback(limit.release)
-            while start < stop:
-                async with asyncio.timeout(channel.seconds):
-                    block = memoryview(await payload.read(start, min(stop, start + BLOCK_BYTES)))
-                start += len(block)
-                frame_bytes = self._rate_limit.burst_bytes(FRAME_BYTES)
-                for offset in range(0, len(block), frame_bytes):
-                    frame = block[offset : offset + frame_bytes]
-                    await self._rate_limit.take(len(frame))
-                    if self._is_turned_away(peer):
-                        return await channel.send(BUSY)
-                    await channel.send(DATA, frame)
-                    self.bytes_out += len(frame)
+"""Versions that a peer may list."""
+Inventory = dict[str, Version]
+"""A peer's newest versions, by name."""
 
 
 class Exchange:
@@ -239,8 +45,6 @@ class Exchange:
 
     Attributes:
         server: Serves the versions.
-        budget: Bounds the downloads under way.
-        backoff: Busy peers, over all downloads.
         bytes_in: Payload bytes received.
     """
 
@@ -251,14 +55,10 @@ class Exchange:
         self.peer_id = node.peer_id
         self.run_id = node.run_id
         self.bytes_in = 0
-        self.budget = DownloadBudget()
-        self.backoff = Backoff()
-        self._offers = asyncio.Semaphore(PARALLEL_OFFERS)
         self._node = node
         self._store = store
         self._formats: Mapping[str, KeptForm] = {}
         self.server = Server(store, uplink_mbit)
-        store.on_change = lambda: node.notify(self.server.changed.fire)
         if serve:
             node.run(self._listen(), INVENTORY_SECONDS)
 
@@ -271,43 +71,47 @@ class Exchange:
         return f"{self.run_id}::exchange.{service}"
 
     def accept_formats(self, formats: Mapping[str, KeptForm]) -> None:
-        """Fetch vectors of these kinds only if they are encoded in these formats."""
+        """Keep vectors of these kinds only if they are encoded in these formats."""
         self._formats = formats
 
-    # ------------------------------------------------------------------ serving
-
     async def serve_fetch(self, channel: Channel, peer: str) -> None:
-        """Offer and send versions; see `Server`."""
+        """Send blocks of versions; see `Server`."""
         await self.server.serve(channel, peer)
 
     async def serve_inventory(self, channel: Channel, peer: str) -> None:
-        """List this peer's newest version of each name."""
-        for version in self._store.newest().values():
-            await channel.send_text(version.model_dump_json())
-        await channel.send(END)
-        await channel.wait_for_hang_up()
+        """List this peer's newest version of each name, or of one."""
+        await self.server.list_versions(channel)
 
-    # ------------------------------------------------------------------ pulling
+    # ------------------------------------------------------------------ what others have
 
-    def inventory(self, peers: Sequence[str]) -> dict[str, dict[str, Version]]:
+    def inventory(self, peers: Sequence[str]) -> dict[str, Inventory]:
         """Return each peer's versions by name, without those refused here; silent peers are left out."""
+        return self._ask_all(peers, Question())
 
-        async def ask_all() -> list[dict[str, Version] | BaseException]:
-            return await asyncio.gather(*(self._ask(peer) for peer in peers), return_exceptions=True)
+    def offers(self, name: str, peers: Sequence[str]) -> dict[str, Version]:
+        """Return the newest version of a name that each peer has; silent peers are left out."""
+        return {peer: found[name] for peer, found in self._ask_all(peers, Question(name=name)).items() if name in found}
 
-        found: dict[str, dict[str, Version]] = {}
-        for peer, answer in zip(peers, self._answers(ask_all(), len(peers)), strict=True):
+    def _ask_all(self, peers: Sequence[str], question: Question) -> dict[str, Inventory]:
+        async def ask_all() -> list[Inventory | BaseException]:
+            return await asyncio.gather(*(self._ask(peer, question) for peer in peers), return_exceptions=True)
+
+        try:
+            answers = self._node.run(ask_all(), 2 * INVENTORY_SECONDS)
+        except TimeoutError:
+            log.warning("no peer listed its versions in time; this machine may have stood still")
+            return {}
+        for peer, answer in zip(peers, answers, strict=True):
             if isinstance(answer, BaseException):
                 log.debug("no inventory from %s: %r", peer[-6:], answer)
-            else:
-                found[peer] = answer
-        return found
+        return {peer: each for peer, each in zip(peers, answers, strict=True) if not isinstance(each, BaseException)}
 
-    async def _ask(self, peer: str) -> dict[str, Version]:
-        versions: dict[str, Version] = {}
+    async def _ask(self, peer: str, question: Question) -> Inventory:
+        versions: Inventory = {}
         async with asyncio.timeout(INVENTORY_SECONDS):
             channel = await Channel.open(self._node, peer, self._service("inventory"), INVENTORY_SECONDS)
             with contextlib.closing(channel):
+                await channel.send_text(question.model_dump_json())
                 while text := await channel.receive_text():
                     version = Version.verify(text, self.run_id)
                     versions[version.name] = version
@@ -319,99 +123,110 @@ class Exchange:
             if not self._store.refused.refuses(version)  # guard: refused-inventory
         }
 
-    def offers(self, name: AnyName, peers: Sequence[str]) -> dict[str, Version]:
-        """Return the newest version of a name that each peer offers, without its bytes; silent peers are left out."""
+    # ------------------------------------------------------------------ pulling
 
-        async def ask_one(peer: str) -> Version:
-            request = Request(name=name, min_round=0, timeout=0.0)
-            async with asyncio.timeout(INVENTORY_SECONDS):
-                answer = await ask(self._node, peer, self._service("fetch"), request, Answer, CHUNK_SECONDS)
-            return Version.verify(answer.version, self.run_id)
-
-        async def ask_all() -> list[Version | BaseException]:
-            return await asyncio.gather(*map(ask_one, peers), return_exceptions=True)
-
-        found = zip(peers, self._answers(ask_all(), len(peers)), strict=True)
-        return {peer: version for peer, version in found if isinstance(version, Version) and version.name == name}
-
-    def _answers(self, asking: Coroutine[Any, Any, list[T]], count: int) -> list[T] | list[TimeoutError]:
-        """Return what so many peers answer, within a time."""
-        try:
-            return self._node.run(asking, 2 * INVENTORY_SECONDS)
-        except TimeoutError as error:
-            log.warning("no peer listed its versions in time; this machine may have stood still")
-            return [error] * count
-
-    def pull(
-        self,
-        wanted: Mapping[AnyName, Sequence[str]],
-        *,
-        min_round: int,
-        timeout: float,
-        max_bytes: Mapping[AnyName, int],
-        authors: Mapping[AnyName, Collection[str]] | None = None,
-        digests: Mapping[AnyName, str] | None = None,
-    ) -> dict[AnyName, str]:
-        """Fetch versions into the store; see `Swarm.pull`.
+    def pull(self, wanted: Collection[Version], peers: Sequence[str], *, timeout: float) -> dict[str, str]:
+        """Fetch versions into the store, each from any of the peers that have it; resume what was begun before.
 
         Args:
-            max_bytes: By name: most bytes of a document, exact bytes of a vector.
+            wanted: The versions, with a length that the caller knows to be right.
+            peers: Those that may have some of them, or get some meanwhile.
+            timeout: Seconds for all versions together.
+
+        Returns:
+            Reasons for the versions that did not come, by name.
         """
-
-        async def pull_one(name: AnyName, deadline: float) -> str:
-            kind = "" if is_document(name) else VectorName(name).kind
-            item = Wanted(
-                name,
-                min_round,
-                max_bytes[name],
-                codec="coded" if kind in self._formats else "fp32",
-                authors=(authors or {}).get(name, ()),
-                refused=self._store.refused,
-                digest=(digests or {}).get(name, ""),
-            )
-            async with self._offers:
-                own = self._store.find(name)
-                return await Pull(item, wanted[name], own.digest if own else "", self).run(deadline)
-
-        async def pull_all() -> dict[AnyName, str]:
-            deadline = asyncio.get_running_loop().time() + timeout
-            reasons = await asyncio.gather(*(pull_one(name, deadline) for name in wanted))
-            return {name: why for name, why in zip(wanted, reasons, strict=True) if why}
-
+        failures: dict[str, str] = {}
+        lacking = []
+        for version in wanted:
+            if self._store.refused.refuses(version):  # guard: refused-version
+                failures[version.name] = "it was refused here"
+            elif not self._store.takes_known(version):
+                lacking.append(version)
+        if not lacking:
+            return failures
         try:
-            return self._node.run(pull_all(), timeout + CHUNK_SECONDS)
+            reasons = self._node.run(self._fetch(lacking, peers, timeout), timeout + CHUNK_SECONDS)
         except TimeoutError:
-            # Every pull keeps its deadline; only a machine that stood still is late for all of them.
-            newest = self._store.newest()
-            lacking = [name for name in wanted if name not in newest or newest[name].round < min_round]
-            return dict.fromkeys(lacking, f"not here after {timeout:.0f} s, in which this machine may have stood still")
+            # A fetch keeps its deadline; only a machine that stood still is late for it.
+            reasons = [f"not here after {timeout:.0f} s, in which this machine may have stood still"] * len(lacking)
+        return failures | {version.name: why for version, why in zip(lacking, reasons, strict=True) if why}
 
-    # ------------------------------------------------------------------ what a pull needs
+    def pull_document(
+        self,
+        name: str,
+        peers: Sequence[str],
+        *,
+        author: str,
+        min_round: int,
+        digest: str,
+        max_bytes: int,
+        timeout: float,
+    ) -> str:
+        """Fetch the newest document of a name that the peers offer; return the reason for a failure.
 
-    async def connect(self, peer: str) -> Channel:
-        """Open a channel to a peer that serves versions."""
-        return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
-
-    async def accept(self, version: Version, download: Download | None) -> None:
-        """Verify and store a complete download; without one, store a version whose bytes this peer has.
-
-        Raises:
-            ExchangeError: the bytes are not the version's.
+        Args:
+            name: The document's name.
+            peers: Peers to ask.
+            author: Peer that must have signed it; empty for any.
+            min_round: Oldest round that helps.
+            digest: Digest of the only document that helps; empty for any.
+            max_bytes: Longest document.
+            timeout: Seconds for its bytes.
         """
-        if download is None:
-            work = functools.partial(self._store.store_known_bytes, version)
-        else:
-            work = functools.partial(self._add, version, download)
-        await asyncio.get_running_loop().run_in_executor(None, work)
+        offers, reason = self.offers(name, peers), "no peer offers it"
+        for peer, version in list(offers.items()):
+            if author not in ("", version.author):  # guard: founders-manifest
+                reason = f"{peer[-6:]} offers one by {version.author}, not by {author}"
+            elif version.round < min_round or digest not in ("", version.digest):
+                reason = f"{peer[-6:]} offers another one, of round {version.round}"
+            elif version.num_bytes > max_bytes:  # guard: document-length
+                reason = f"{peer[-6:]} offers {version.num_bytes} bytes, more than {max_bytes}"
+            else:
+                continue
+            del offers[peer]
+        if not offers:
+            return reason
+        newest = max(offers.values(), key=lambda version: version.round)
+        holders = [peer for peer, version in offers.items() if version.digest == newest.digest]
+        return self.pull([newest], holders, timeout=timeout).get(name, "")
 
-    def _add(self, version: Version, download: Download) -> None:
-        data = memoryview(download.data)
-        if digest(data) != version.digest:  # guard: download-digest
-            raise ExchangeError(f"bytes of {version.name} do not match their digest")
-        if version.codec == "fp32":
-            low, high = torch.frombuffer(data, dtype=torch.float32).aminmax()  # both are NaN if any element is
-            if not (torch.isfinite(low) and torch.isfinite(high)):  # guard: finite-vector
-                raise ExchangeError(f"{version.name} holds NaN or infinity")
-        if version.codec == "coded":
-            self._formats[VectorName(version.name).kind].decode(data)
-        self._store.add({version.name: (version, data)})
+    async def _fetch(self, wanted: Sequence[Version], peers: Sequence[str], timeout: float) -> list[str]:
+        files = [self._store.begin(version) for version in wanted]
+        others = [peer for peer in peers if peer != self.peer_id]
+        fetch = Fetch(files, others, connect=self._connect, store=self._accept, count=self._count)
+        try:
+            return await fetch.run(asyncio.get_running_loop().time() + timeout)
+        finally:
+            for file in files:
+                self._store.end(file)
+
+    async def _connect(self, peer: str) -> Channel:
+        try:
+            return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
+        except TimeoutError as error:
+            raise DisconnectedError(f"was not reached in {CHUNK_SECONDS:.0f} s") from error
+        except (P2PDaemonError, OSError, EOFError) as error:
+            raise DisconnectedError(f"cannot be reached: {error}") from error
+
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_in += num_bytes
+
+    async def _accept(self, file: Unfinished) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._verify, file)
+
+    def _verify(self, file: Unfinished) -> None:
+        """Store a complete version, if its content is of use."""
+        version = file.version
+        try:
+            if version.codec == "coded":
+                self._formats[VectorName(version.name).kind].decode(file.path.read_bytes())
+            elif version.codec == "fp32":
+                for _, piece_N in PagedVector.of_file(file.path).pieces():
+                    low, high = piece_N.aminmax()  # both are NaN if any element is
+                    if not (torch.isfinite(low) and torch.isfinite(high)):  # guard: finite-vector
+                        raise ExchangeError(f"{version.name} holds NaN or infinity")
+        except ExchangeError:
+            file.path.unlink(missing_ok=True)
+            raise
+        self._store.finish(file)

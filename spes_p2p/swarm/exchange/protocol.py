@@ -8,22 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
-from typing import Annotated, Literal, Self, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Self, TypeVar
 
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
+from spes_p2p.codecs.vectors import HASH_BYTES
 from spes_p2p.errors import ExchangeError, SpesError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.exchange.versions import CodecKind, Name, RefusedVersions, Version, is_document
-from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.exchange.versions import Name
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.records import Count, Digest, Strict
-
-MAX_WAIT_SECONDS = 3600.0
+from spes_p2p.swarm.records import Strict
 
 AnswerType = TypeVar("AnswerType", bound="Message")
 
@@ -40,83 +37,46 @@ class Message(Strict):
             raise ExchangeError(f"sent a malformed message: {problem_of(error)}") from error
 
 
-class Request(Message):
-    """Asks for a version; ranges of its bytes are requested once it is offered."""
+class Question(Message):
+    """Asks for the versions that a peer has: of one name, or of all."""
 
-    name: Name
-    min_round: Count
-    """Oldest round that helps."""
-    timeout: Annotated[float, Field(ge=0, le=MAX_WAIT_SECONDS, allow_inf_nan=False)]
-    """Seconds that the caller waits for such a version to be published."""
-    have: Digest | Literal[""] = ""
-    """The caller's own version."""
-    digest: Digest | Literal[""] = ""
-    """The version that the caller has begun to fetch from another peer, and prefers."""
-    at_once: bool = False
-    """Send the whole payload right behind the offer, which saves a round trip; set for one peer at a time."""
-
-
-class Answer(Message):
-    """Offers a version, or says why not."""
-
-    state: Literal["busy", "absent", "refused", "same", "whole"]
-    """`busy`: ask again later; `absent`: no such version; `refused`: malformed request; `same`: the caller's version is
-    the newest; `whole`: the payload is the version's bytes."""
-    version: Annotated[str, Field(max_length=4096)] = ""
-    """The signed description of the offered version."""
-
-
-@dataclass
-class Wanted:
-    """A version to fetch, and how.
-
-    Attributes:
-        name: The version's name.
-        min_round: Oldest round that helps.
-        num_bytes: Exact bytes of a vector; most bytes of a document.
-        codec: Encoding of the bytes.
-        authors: Peers that made the version; see `Swarm.pull`.
-        refused: Versions not to fetch; None refuses none.
-        digest: The only version to fetch; empty for any.
-    """
-
-    name: str
-    min_round: int
-    num_bytes: int
-    codec: CodecKind = "fp32"
-    authors: Collection[str] = ()
-    refused: RefusedVersions | None = None
-    digest: str = ""
-
-    def check(self, version: Version) -> None:
-        """Raise ExchangeError if an offered version is not the wanted one."""
-        is_raw = is_document(self.name)
-        is_anyones = not self.authors or (not is_raw and VectorName(self.name).is_kept)
-        if not is_anyones and version.author not in self.authors:  # guard: founders-manifest
-            raise ExchangeError(f"offered {version.name} by {version.author}, not by {' or '.join(self.authors)}")
-        if self.digest and version.digest != self.digest:  # guard: certified-version
-            raise ExchangeError(f"offered another {version.name} of round {version.round} than the certified one")
-        if self.refused is not None and self.refused.refuses(version):  # guard: refused-version
-            raise ExchangeError(f"offered {version.name} of round {version.round}, which was refused here")
-        fits = version.num_bytes <= self.num_bytes if is_raw else version.num_bytes == self.num_bytes
-        codec = "raw" if is_raw else self.codec
-        if (  # guard: version-wanted
-            version.name != self.name or version.round < self.min_round or not fits or version.codec != codec
-        ):
-            raise ExchangeError(
-                f"offered {version.name} of round {version.round}, {version.num_bytes} bytes, {version.codec}; "
-                f"wanted {self.name} of round {self.min_round}, {self.num_bytes} bytes, {codec}"
-            )
+    name: Name | None = None
 
 
 FRAME_BYTES = 2**18
 """Most bytes of a DATA message."""
 MAX_TEXT_BYTES = 8192
-"""Most bytes of any other message."""
-TEXT, RANGE, DATA, BUSY, END = b"t", b"r", b"d", b"b", b"e"
-"""Kinds of messages: JSON, a request for a range of the payload, bytes of it, "ask again later", end of a list."""
+"""Most bytes of a TEXT message."""
+TEXT, END = b"t", b"e"
+"""Kinds of messages: JSON, and the end of a list of such."""
+WANT, HAVE, GET, DATA, BUSY, ABSENT = b"w", b"h", b"g", b"d", b"b", b"a"
+"""Kinds of messages of a fetch: digests of versions (none: the same as before), and what the peer has of each; a
+request for a part of one, and bytes of it, or "ask again later", or "not here"."""
+MAX_WANTED = 4200
+"""Versions of a WANT message: the vectors of the largest model, and documents."""
 _HEADER = struct.Struct("!cI")
-_SPAN = struct.Struct("!QQ")
+_GET = struct.Struct("!32sI")
+GET_BYTES = _GET.size
+
+
+def pack_get(digest: str, number: int) -> bytes:
+    """Return the content of a GET message, for a block of a version or its LIST."""
+    return _GET.pack(bytes.fromhex(digest), number)
+
+
+def parse_get(data: bytes) -> tuple[str, int]:
+    """Return the digest and the number of a GET message; raise ExchangeError if it is cut short."""
+    if len(data) != GET_BYTES:
+        raise ExchangeError(f"sent a request of {len(data)} bytes")
+    digest, number = _GET.unpack(data)
+    return digest.hex(), number
+
+
+def parse_want(data: bytes) -> list[str]:
+    """Return the digests of a WANT message; raise ExchangeError if it is cut short."""
+    if len(data) % HASH_BYTES:
+        raise ExchangeError(f"sent {len(data)} bytes of digests")
+    return [data[start : start + HASH_BYTES].hex() for start in range(0, len(data), HASH_BYTES)]
 
 
 class DisconnectedError(ExchangeError):
@@ -170,10 +130,6 @@ class Channel:
         """Send JSON."""
         await self.send(TEXT, text.encode())
 
-    async def send_range(self, start: int, stop: int) -> None:
-        """Request bytes `start` to `stop` of the payload that the peer has offered."""
-        await self.send(RANGE, _SPAN.pack(start, stop))
-
     # ------------------------------------------------------------------ receiving
 
     async def receive_header(self) -> tuple[bytes, int]:
@@ -194,23 +150,27 @@ class Channel:
             raise DisconnectedError("hung up amid a message")
         return data
 
-    async def receive_text(self, most: int = MAX_TEXT_BYTES) -> bytes:
-        """Return a JSON message, empty at the end of a list; raise ExchangeError for another kind, or a longer one."""
-        kind, num_bytes = await self.receive_header()
-        if kind == END:
-            return b""
-        if kind != TEXT or not 0 < num_bytes <= most:  # guard: text-size
-            raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes in place of at most {most}")
-        async with _Deadline(self.seconds):
-            return await self._reader.readexactly(num_bytes)
+    async def receive(self, most: Mapping[bytes, int]) -> tuple[bytes, bytes]:
+        """Return a message's kind and content.
 
-    async def receive_range(self) -> tuple[int, int]:
-        """Return the start and stop of the requested range; raise ExchangeError for another kind of message."""
+        Args:
+            most: Most bytes by kind, of the kinds of messages that may come now.
+
+        Raises:
+            ExchangeError: it is of another kind, or longer.
+            DisconnectedError: the peer has hung up.
+            TimeoutError: nothing came in time.
+        """
         kind, num_bytes = await self.receive_header()
-        if (kind, num_bytes) != (RANGE, _SPAN.size):
-            raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes in place of a range")
+        if num_bytes > most.get(kind, -1):  # guard: exchange-message
+            raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes, which it may not")
         async with _Deadline(self.seconds):
-            return _SPAN.unpack(await self._reader.readexactly(num_bytes))
+            return kind, await self._reader.readexactly(num_bytes)
+
+    async def receive_text(self, most: int = MAX_TEXT_BYTES) -> bytes:
+        """Return a JSON message, empty at the end of a list; raise as `receive` does."""
+        _, data = await self.receive({TEXT: most, END: 0})
+        return data
 
     # ------------------------------------------------------------------ the end
 
@@ -288,25 +248,3 @@ class _Deadline:
 def _hang_up(dialled: asyncio.Future) -> None:
     if not dialled.cancelled() and dialled.exception() is None:
         dialled.result()[2].close()
-
-
-class Signal:
-    """Wakes all tasks of an event loop that wait for a change."""
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    def fire(self) -> None:
-        """Wake the tasks that wait now; later ones wait for the next change."""
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-
-    async def wait(self, seconds: float) -> None:
-        """Return at the next change, at the latest after `seconds`."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        try:
-            await asyncio.wait((future,), timeout=max(0.0, seconds))
-        finally:
-            self._waiting.discard(future)

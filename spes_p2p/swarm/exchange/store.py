@@ -9,15 +9,17 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import block_hashes, digest_of, has_digest, hashes_of_file
+from spes_p2p.codecs.vectors import BLOCK_BYTES, block_hashes, digest_of, has_digest, hashes_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
+from spes_p2p.swarm.exchange.blocks import LIST, Have, Unfinished
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version, is_document
 from spes_p2p.swarm.names import AnyName
 
@@ -28,6 +30,8 @@ PIECE_BYTES = 2**18
 SPARE_LINES = 256
 """Outdated lines of the index after which it is written anew."""
 INDEX = "index.jsonl"
+UNFINISHED = ".part"
+"""Suffix of the file of a version on its way here."""
 KEEP_PER_NAME = 2
 """Versions kept of each name: the newest, and the one that slower peers may still be fetching."""
 
@@ -36,7 +40,7 @@ class VersionStore:
     """Versions on disk, safe to read in one thread while another adds.
 
     The newest version of a name is the one added last; its round may be lower, as a peer that joins a majority may go
-    back. Files are immutable and appear whole. Serving holds files open, so that a deletion disturbs no transfer.
+    back. Files are immutable and appear whole, but for those of versions on their way here.
 
     Args:
         directory: Folder of the store; an index in it makes it survive a restart.
@@ -44,12 +48,10 @@ class VersionStore:
 
     Attributes:
         refused: Digests of bad versions, which must not come back.
-        on_change: Called after each addition, in the thread that adds.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self.refused = RefusedVersions()
-        self.on_change: Callable[[], None] = lambda: None
         self._directory = directory
         self._run_id = run_id
         self._lock = threading.RLock()
@@ -59,6 +61,12 @@ class VersionStore:
         self._num_lines = 0
         self._stored: set[str] = set()
         """Digests of the versions here whose files this process has written."""
+        self._by_digest: dict[str, Version] | None = None
+        self._parts = {path.name.partition(".")[0]: path for path in directory.glob(f"*{UNFINISHED}")}
+        """Files of the versions that last began to come, by name."""
+        self._unfinished: dict[str, Unfinished] = {}
+        self._hashes: dict[str, bytes] = {}
+        """Hashes of the blocks of versions here, by digest, as far as they were needed."""
         self._read_index()
 
     def newest(self) -> dict[str, Version]:
@@ -89,20 +97,16 @@ class VersionStore:
                 self._insert(version)
                 self._stored.add(version.digest)
             self._append_to_index([version for version, _ in items.values()])
-        self.on_change()
 
-    def store_known_bytes(self, version: Version) -> None:
-        """Store a version whose bytes this peer has from an older one.
-
-        Raises:
-            ExchangeError: the bytes are gone.
-        """
+    def takes_known(self, version: Version) -> bool:
+        """Store a version whose bytes this peer has, perhaps of another round; return whether it has them."""
         with self._lock:
             if not self.path(version).exists():
-                raise ExchangeError(f"{self.path(version)} is gone")
-            self._insert(version)
-            self._append_to_index([version])
-        self.on_change()
+                return False
+            if self.find(version.name) != version:
+                self._insert(version)
+                self._append_to_index([version])
+            return True
 
     def restore(self, files: Mapping[Path, Version]) -> None:
         """Make versions the newest again, from verified files elsewhere, whose bytes are shared if possible."""
@@ -116,16 +120,71 @@ class VersionStore:
                         scratch.replace(path)
                 self._insert(version)
             self._append_to_index(list(files.values()))
-        self.on_change()
 
     def _insert(self, version: Version) -> None:
         older = self._versions.get(version.name, [])
         kept = [version, *(old for old in older if old.round != version.round)][:KEEP_PER_NAME]
         self._versions[version.name] = kept
+        self._by_digest = None
         self._stored -= {old.digest for old in older} - {new.digest for new in kept}
         # Only the displaced files: those of other threads may be written and not inserted yet.
         for path in {self.path(old) for old in older} - {self.path(new) for new in kept}:
             path.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ blocks
+
+    def begin(self, version: Version) -> Unfinished:
+        """Return where the blocks of a version go; those that came before a restart are found there."""
+        path = self.path(version).with_suffix(UNFINISHED)
+        if (stale := self._parts.get(version.name, path)) != path:
+            stale.unlink(missing_ok=True)
+        self._parts[version.name] = path
+        self._unfinished[version.digest] = unfinished = Unfinished(version, path)
+        return unfinished
+
+    def finish(self, unfinished: Unfinished) -> None:
+        """Store a version that is complete and verified."""
+        version = unfinished.version
+        with self._lock:
+            unfinished.path.replace(self.path(version))
+            self._insert(version)
+            self._stored.add(version.digest)
+            self._hashes[version.digest] = unfinished.hashes
+            self._append_to_index([version])
+
+    def end(self, unfinished: Unfinished) -> None:
+        """Serve no more of what did not become complete; its file stays for the next time."""
+        if self._unfinished.get(unfinished.version.digest) is unfinished:
+            del self._unfinished[unfinished.version.digest]
+
+    def have(self, digest: str) -> Have:
+        """Return what this peer has of a version."""
+        if self._of_digest(digest) is not None:
+            return Have(None)
+        unfinished = self._unfinished.get(digest)
+        return Have() if unfinished is None else unfinished.have()
+
+    def read_part(self, digest: str, number: int) -> bytes | None:
+        """Return a block of a version, or its LIST; None if it is not here."""
+        version, unfinished = self._of_digest(digest), self._unfinished.get(digest)
+        if version is None:
+            return None if unfinished is None else unfinished.read(number)
+        try:
+            if number == LIST:
+                if not self._hashes.get(digest):
+                    self._hashes[digest] = hashes_of_file(self.path(version))
+                return self._hashes[digest]
+            with self.path(version).open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), BLOCK_BYTES, BLOCK_BYTES * number) or None
+        except OSError:  # a newer version has replaced it
+            return None
+
+    def _of_digest(self, digest: str) -> Version | None:
+        with self._lock:
+            if self._by_digest is None:
+                self._by_digest = {each.digest: each for kept in self._versions.values() for each in kept}
+                self._hashes = {each: hashes for each, hashes in self._hashes.items() if each in self._by_digest}
+            return self._by_digest.get(digest)
 
     # ------------------------------------------------------------------ deleting
 
@@ -133,7 +192,7 @@ class VersionStore:
         """Delete vectors of other names, once the run's names are known, so that no other peer fetches them."""
         for name in [name for name in self.newest() if name not in names and not is_document(name)]:
             while (version := self.find(name)) is not None:
-                log.warning("%s of %s is no part of this run; it is deleted", name, version.author)
+                log.warning("%s is no part of this run; it is deleted", name)
                 self.delete(version)
 
     def repair(self) -> None:
@@ -156,6 +215,7 @@ class VersionStore:
         with self._lock:
             others = [other for other in self._versions.get(version.name, []) if other.digest != version.digest]
             self._versions[version.name] = others
+            self._by_digest = None
             self._stored.discard(version.digest)
             self.path(version).unlink(missing_ok=True)
 

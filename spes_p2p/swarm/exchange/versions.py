@@ -1,4 +1,4 @@
-"""Signed descriptions of published vectors and documents."""
+"""The names under which peers fetch vectors and documents from each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_REFUSED = 1024
 REVISION = "revision"
 DOCUMENTS = ("manifest", "tokenizer", REVISION)
 """Names of a run's documents; the last one is there once the founder has changed the run's settings."""
-CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
+CodecKind = Literal["fp32", "coded", "raw"]
 _PART = rf"(base-)?(shared|{SLOT})"
 Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|revision|{_PART}|kept-{SLOT})$")]  # guard: version-name
 Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) else VectorName(name))]
@@ -43,7 +43,11 @@ def vector_names(num_slots: int, *, has_kept: bool = False) -> frozenset[VectorN
 
 
 class Version(Strict):
-    """The signed description of a published vector or document; any peer that has the bytes may serve it."""
+    """Names a vector or document that peers fetch from each other by its digest.
+
+    A certificate names the digests of vectors, and the manifest those of a base. Documents that change the run are
+    signed by their author; whoever has them may serve them.
+    """
 
     run_id: RunId
     name: Name
@@ -51,34 +55,30 @@ class Version(Strict):
     digest: Digest
     """SHA-256 of the hashes of the bytes' blocks; see `codecs.vectors`."""
     num_bytes: Count
-    codec: CodecKind
-    """`fp32`: a flat little-endian vector; `coded`: one in the run's codec or form for its kind; `raw`: a document."""
-    author: PeerId
-    public_key: Annotated[str, Field(max_length=1024, pattern=r"^(ssh-rsa [A-Za-z0-9+/=]+)?$")]
+    author: PeerId | Literal[""] = ""
+    public_key: Annotated[str, Field(max_length=1024, pattern=r"^(ssh-rsa [A-Za-z0-9+/=]+)?$")] = ""
     signature: Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9+/=]*$")] = ""
+
+    @property
+    def codec(self) -> CodecKind:
+        """`fp32`: a flat little-endian vector; `coded`: a slot's kept form; `raw`: a document."""
+        if is_document(self.name):
+            return "raw"
+        return "coded" if VectorName(self.name).is_kept else "fp32"
 
     def signed_part(self) -> bytes:
         """Return the bytes that the author signs: all fields but the signature."""
         return json.dumps(self.model_dump(exclude={"signature"}), sort_keys=True).encode()
 
     @classmethod
-    def sign(
-        cls,
-        identity: Identity,
-        run_id: str,
-        name: str,
-        round: int,
-        data: bytes | memoryview,
-        codec: CodecKind,
-    ) -> Version:
-        """Describe and sign bytes."""
+    def sign(cls, identity: Identity, run_id: str, name: str, round: int, data: bytes | memoryview) -> Version:
+        """Name a document, and sign it."""
         unsigned = cls(
             run_id=run_id,
             name=name,
             round=round,
             digest=digest(data),
             num_bytes=len(data),
-            codec=codec,
             author=identity.peer_id,
             public_key=identity.public_key.decode(),
         )
@@ -86,16 +86,18 @@ class Version(Strict):
 
     @classmethod
     def verify(cls, data: bytes | str, run_id: str) -> Version:
-        """Parse a description; raise RecordError if it is malformed, of another run, or not signed by its author."""
+        """Parse a version; raise RecordError if it is malformed, of another run, or a document without a signature."""
         try:
             if len(data) > MAX_MANIFEST_BYTES:
-                raise RecordError(f"version manifest exceeds {MAX_MANIFEST_BYTES} bytes")
+                raise RecordError(f"description of a version exceeds {MAX_MANIFEST_BYTES} bytes")
             version = cls.model_validate_json(data)
         except ValidationError as error:
-            raise RecordError(f"malformed version manifest: {problem_of(error)}") from error
+            raise RecordError(f"malformed description of a version: {problem_of(error)}") from error
         if version.run_id != run_id:  # guard: version-run
             raise RecordError(f"version {version.name} belongs to run {version.run_id}")
         signature, key = version.signature.encode(), version.public_key.encode()
+        if version.name not in DOCUMENTS:
+            return version
         if not is_signed_by(version.author, key, version.signed_part(), signature):  # guard: version-signature
             raise RecordError(f"version {version.name} is not signed by its author {version.author}")
         return version

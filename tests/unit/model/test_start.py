@@ -198,9 +198,9 @@ def test_a_version_of_round_0_that_the_manifest_does_not_name_is_refused(tmp_pat
     refused = RefusedVersions()
     refused.initial = {"slot-1": digest(torch.ones(4))}
     true, false = (
-        Version.sign(identity, "run", "slot-1", 0, torch.full((4,), x).numpy().tobytes(), "fp32") for x in (1.0, 2.0)
+        Version.sign(identity, "run", "slot-1", 0, torch.full((4,), x).numpy().tobytes()) for x in (1.0, 2.0)
     )
-    later = Version.sign(identity, "run", "slot-1", 1, torch.zeros(4).numpy().tobytes(), "fp32")
+    later = Version.sign(identity, "run", "slot-1", 1, torch.zeros(4).numpy().tobytes())
     assert [refused.refuses(version) for version in (true, false, later)] == [False, True, False]
 
 

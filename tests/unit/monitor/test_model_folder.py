@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certificates import last_body
 from model_folders import SEQUENCE, SLOTS, PeerFolder, assert_same
 from peer_processes import files_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +26,9 @@ from spes_p2p.monitor import model_folder
 from spes_p2p.monitor.events import METRICS_FILE, JsonlSink
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.monitor.sinks import Sinks
+from spes_p2p.swarm.certificate import Certificate, MemberEntry
+from spes_p2p.swarm.chain import Link
+from spes_p2p.swarm.consensus import CERTIFICATES, FOLDER
 from spes_p2p.swarm.p2p.identity import Identity
 from tests.unit.monitor.swarms import peer_id, small_history
 
@@ -264,11 +268,21 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_happens(ch
         main(ExportConfig(**changes))
 
 
+def write_certificates(peer: PeerFolder, tokens: tuple[int, ...]) -> None:
+    """Leave a certificate of round 1, and the first half of another's line, in a folder."""
+    members = tuple(MemberEntry(peer_id=peer_id(number), tokens=each) for number, each in enumerate(tokens, 1))
+    body = last_body([peer_id(1)], round=1).model_copy(update={"members": members})
+    line = Link(certificate=Certificate(body=body, attempt=0, signatures={})).model_dump_json().encode() + b"\n"
+    (peer.folder / FOLDER).mkdir()
+    (peer.folder / FOLDER / CERTIFICATES).write_bytes(line + line[:100])
+
+
 def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp_path, identity) -> None:
     data = DataConfig(source="hub", name="owner/name", tokenizer="x` <img> [won](http://x) `", sequence_length=SEQUENCE)
     peer = PeerFolder(tmp_path / "peer", identity, data)
     for round in range(1, 4):
         peer.save(round)
+    write_certificates(peer, tokens=(100, 0))
     export(peer.folder, tmp_path / "peers")
     card = (tmp_path / "peers" / "README.md").read_text()
     for fact in (
@@ -279,7 +293,8 @@ def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp
         "not known",
     ):
         assert fact in card, fact
-    assert f"- `{identity.peer_id}`" in card.split("## Contributors")[1]
+    contributors = card.split("## Contributors")[1]
+    assert f"- `{peer_id(1)}`" in contributors and peer_id(2) not in contributors, "who trained nothing is none"
     assert "that no public test shows" in card.split("## Limits of trust")[1].split("## Contributors")[0]
     assert "`owner/name`" in card and "`x  <img> [won](http://x)  `" in card, "shown as code from its start to its end"
     views = small_history()
@@ -346,6 +361,6 @@ def test_memory_holds_a_few_slots_and_never_the_model(tmp_path, identity, record
 def test_a_manifest_of_a_newer_version_is_one_line(tmp_path, peer) -> None:
     peer.save(1)
     data = json.dumps({"run_id": "run", "something": "new"}).encode()
-    peer.add(1, {"manifest": data}, "raw")
+    peer.add(1, {"manifest": data})
     with pytest.raises(JoinError, match="update spes_p2p"):
         export(peer.folder, tmp_path / "model")

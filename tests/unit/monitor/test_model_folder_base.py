@@ -106,7 +106,7 @@ def test_an_adapter_over_a_local_base_is_loaded_with_its_base(tmp_path: Path) ->
     peer = founded(tmp_path, source, adapter=AdapterConfig(rank=2))
     model = outline_of(peer.run, peer.vocab_size)
     factors = InitialFactors(model, peer.run.seed).read(None)
-    peer.add(1, {"shared": bytes(to_bytes(Layout(model.shared_shapes()).flatten(factors)))}, "fp32")
+    peer.add(1, {"shared": bytes(to_bytes(Layout(model.shared_shapes()).flatten(factors)))})
     note_base(peer.folder, source)
     export(peer.folder, tmp_path / "out")
     again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")

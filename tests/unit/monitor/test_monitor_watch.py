@@ -70,7 +70,7 @@ class ScriptedArchive:
         self.round, self.pulls, self.evaluated = 0, [], []
         self.failures: list[Exception] = []
 
-    def pull(self, body: Body, holders: Mapping[int, list[str]], peers: list[str], *, is_last: bool) -> None:
+    def pull(self, body: Body, peers: list[str], *, is_last: bool) -> None:
         assert is_last == (body.round >= LAST)
         self.pulls.append(body.round)
         if self.failures:
@@ -270,24 +270,30 @@ def certified(round: int, shared: str, *slots: tuple[int, str]) -> Body:
 def test_only_the_certified_versions_are_asked_for() -> None:
     honest = {"shared": (4, "a"), "slot_0": (4, "b")}
     found = inventory(a=honest, b=honest, liar={"shared": (9999, "c"), "slot_0": (9999, "c")})
-    plan = plan_pull(certified(4, "a", (4, "b")), found, {})
-    assert plan.current == {"shared": ["a", "b"], "slot-0": ["a", "b"]} and not plan.older
-    assert plan.digests == {"shared": 64 * "a", "slot-0": 64 * "b"}
+    current, older = plan_pull(certified(4, "a", (4, "b")), found)
+    assert current == {"shared": (4, 64 * "a"), "slot-0": (4, 64 * "b")} and not older
 
 
-def test_a_holder_about_to_publish_is_waited_for_and_an_orphan_comes_as_it_was() -> None:
+def test_an_orphan_comes_as_it_was_and_what_was_never_committed_only_if_a_peer_has_it() -> None:
     found = inventory(
         a={"shared": (4, "a"), "slot_0": (4, "b"), "slot_1": (3, "c"), "slot_2": (2, "d")},
-        b={"shared": (4, "a"), "slot_0": (3, "b"), "slot_1": (3, "c"), "slot_2": (1, "e")},
+        b={"shared": (4, "a"), "slot_0": (3, "b"), "slot_1": (3, "c"), "slot_2": (1, "e"), "slot_3": (0, "e")},
     )
-    plan = plan_pull(certified(4, "a", (4, "b"), (4, "f"), (3, "f")), found, {0: ["a"], 1: ["b", "dead"]})
-    assert plan.current == {"shared": ["a", "b"], "slot-0": ["a", "b"], "slot-1": ["b", "dead"]}
-    assert plan.older == {3: {"slot-1": ["a", "b"]}, 2: {"slot-2": ["a"]}}
+    never = SlotState(round=0, digest="")
+    body = certified(4, "a", (4, "b"), (4, "f"), (3, "f"))
+    current, older = plan_pull(body.model_copy(update={"slots": (*body.slots, never, never)}), found)
+    assert current == {
+        "shared": (4, 64 * "a"),
+        **{"slot-0": (4, 64 * "b"), "slot-1": (4, 64 * "f"), "slot-2": (3, 64 * "f"), "slot-3": (0, 64 * "e")},
+    }
+    assert {name: state for name, state in older.items() if name != "slot-3"} == {
+        **{"slot-1": (3, 64 * "c"), "slot-2": (2, 64 * "d")}
+    }
 
 
 def test_shared_that_no_peer_has_published_yet_is_waited_for() -> None:
     found = inventory(a={"shared": (5, "b")}, b={"shared": (4, "c")})
-    assert plan_pull(certified(6, "a"), found, {}).current == {"shared": ["a", "b"]}
+    assert plan_pull(certified(6, "a"), found) == ({"shared": (6, 64 * "a")}, {})
 
 
 def test_versions_that_are_not_to_be_had_take_a_line_a_minute_of_a_monitors_log(
@@ -307,12 +313,12 @@ def test_versions_that_are_not_to_be_had_take_a_line_a_minute_of_a_monitors_log(
             swarm = SimpleNamespace(
                 inventory=lambda peers, offers=offers: offers,
                 versions=dict,
-                pull=lambda wanted, number=number, **_: {
+                pull=lambda wanted, peers, number=number, **_: {
                     name: f"peer{number}: ControlFailure({name})" for name in wanted if name != "shared"
                 },
             )
             body = certified(number, "a", *[(number, "b")] * 4)
-            pull_round(swarm, RunConfig(), body, {slot: ["a"] for slot in range(4)}, ["a"], in_fp32=True)  # type: ignore[arg-type]
+            pull_round(swarm, RunConfig(), body, ["a"], in_fp32=True)  # type: ignore[arg-type]
     finally:
         caplog.handler.removeFilter(caplog.handler.filters[-1])
-    assert len(caplog.messages) == 1 and "no certified version of kept-slot-0" in caplog.text, caplog.messages
+    assert len(caplog.messages) == 1 and "no certified version of slot-0" in caplog.text, caplog.messages

@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from pulls import offered, pull_offered
 from virtual import certify, peer_id
 
 from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.errors import ExchangeError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
@@ -103,9 +105,10 @@ def test_a_pull_waits_for_the_publication(hub, swarms):
     holder, puller, _ = swarms
     holder.publish(1, {"slot-1": torch.zeros(3)})
     later = torch.randn(3)
+    wanted = {VectorName("slot-1"): (2, digest(later))}
     failures, _ = at_once(
         hub,
-        lambda: puller.pull({"slot-1": [holder.peer_id]}, min_round=2, timeout=30),
+        lambda: puller.pull(wanted, [holder.peer_id], timeout=30),
         lambda: holder.publish(2, {"slot-1": later}),
     )
     assert failures == {}
@@ -115,8 +118,9 @@ def test_a_pull_waits_for_the_publication(hub, swarms):
 def test_a_pull_that_fails_says_what_and_changes_nothing(swarms):
     holder, puller, _ = swarms
     holder.publish(1, {"slot-1": torch.zeros(3)})
-    puller.pull({"slot-1": [holder.peer_id]}, min_round=1, timeout=1)
-    failures = puller.pull({"slot-1": [holder.peer_id], "slot-2": []}, min_round=2, timeout=0.05)
+    pull_offered(puller, ["slot-1"], [holder.peer_id])
+    wanted = {VectorName(name): (2, digest(b"")) for name in ("slot-1", "slot-2")}
+    failures = puller.pull(wanted, [holder.peer_id], timeout=0.05)
     assert set(failures) == {"slot-1", "slot-2"}
     assert puller.versions()["slot-1"].round == 1
     with pytest.raises(ExchangeError, match="slot-2"):
@@ -128,7 +132,7 @@ def test_bundles_are_copies(swarms):
     swarms[0].publish(1, {"slot-1": mine})
     mine += 1
     swarms[0].load("slot-1").add_(1)
-    swarms[1].pull({"slot-1": [swarms[0].peer_id]}, min_round=1, timeout=1)
+    pull_offered(swarms[1], ["slot-1"], [swarms[0].peer_id])
     assert torch.equal(swarms[1].load("slot-1"), torch.zeros(3))
 
 
@@ -137,7 +141,7 @@ def test_only_bytes_that_were_fetched_are_counted(swarms):
     swarms[0].publish(1, {"slot-1": bundle})
     for round in (1, 2):
         swarms[0].publish(round, {"slot-1": bundle})
-        swarms[1].pull({"slot-1": [swarms[0].peer_id]}, min_round=round, timeout=1)
+        pull_offered(swarms[1], ["slot-1"], [swarms[0].peer_id])
         assert swarms[1].traffic()[0] == 20
 
 
@@ -290,49 +294,40 @@ def test_a_version_costs_its_bytes_unless_they_are_there(hub, swarms):
     holder, puller, _ = swarms
     for round, value, received in ((1, 1.0, 12), (2, 2.0, 24), (3, 2.0, 24)):
         holder.publish(round, {"slot-1": torch.full((3,), value)})
-        assert puller.pull({"slot-1": [holder.peer_id]}, min_round=round, timeout=1) == {}
+        assert pull_offered(puller, ["slot-1"], [holder.peer_id]) == {}
         assert puller.traffic()[0] == received
 
 
 def test_a_name_that_the_run_does_not_have_is_not_pulled(swarms):
     swarms[0].enter(Vectors(num_slots=4))
     swarms[1].publish(3, {"slot-3": torch.ones(3), "slot-4": torch.ones(3)})
-    wanted = {name: [swarms[1].peer_id] for name in ("slot-3", "slot-4")}
-    assert swarms[0].pull(wanted, min_round=3, timeout=1.0) == {"slot-4": "this run has no such version"}
+    failures = pull_offered(swarms[0], ["slot-3", "slot-4"], [swarms[1].peer_id])
+    assert failures == {"slot-4": "this run has no such version"}
     assert set(swarms[0].versions()) == {"slot-3"}
 
 
 def test_what_was_refused_is_neither_seen_nor_pulled_again(swarms):
     me, other = swarms[:2]
+    wanted = {}
     for round in (1, 2):
         other.publish(round, {"slot-1": torch.full((3,), float(round))})
-        assert me.pull({"slot-1": [other.peer_id]}, min_round=round, timeout=1.0) == {}
+        wanted = offered(me, ["slot-1"], [other.peer_id])
+        assert me.pull(wanted, [other.peer_id], timeout=1.0) == {}
     me.refuse("slot-1", {})
     assert me.versions()["slot-1"].round == 1 and me.inventory([other.peer_id]) == {other.peer_id: {}}
-    assert set(me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0)) == {"slot-1"}
+    assert set(me.pull(wanted, [other.peer_id], timeout=1.0)) == {"slot-1"}
     other.publish(3, {"slot-1": torch.full((3,), 2.0)})
-    assert set(me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0)) == {"slot-1"}, "it is the same again"
+    same = {VectorName("slot-1"): (3, other.versions()["slot-1"].digest)}
+    assert set(me.pull(same, [other.peer_id], timeout=1.0)) == {"slot-1"}, "it is the same again"
     other.publish(4, {"slot-1": torch.full((3,), 4.0)})
-    assert me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0) == {}
+    assert pull_offered(me, ["slot-1"], [other.peer_id]) == {}
 
 
 def test_only_the_version_with_the_digest_that_is_asked_for_is_pulled(swarms):
     me, one, other = swarms
     one.publish(2, {"slot-1": torch.ones(3)})
-    wanted = {"slot-1": [other.peer_id, one.peer_id]}
     other.publish(1, {"slot-1": torch.zeros(3)})
-    digests = {"slot-1": other.versions()["slot-1"].digest}
-    assert me.pull(wanted, min_round=0, timeout=1.0, digests=digests) == {}
+    wanted = {VectorName("slot-1"): (1, other.versions()["slot-1"].digest)}
+    assert me.pull(wanted, [one.peer_id, other.peer_id], timeout=1.0) == {}
     assert torch.equal(me.load("slot-1"), torch.zeros(3))
-    assert set(me.pull({"slot-1": [one.peer_id]}, min_round=0, timeout=1.0, digests=digests)) == {"slot-1"}
-
-
-def test_a_version_is_pulled_only_of_the_authors_asked_for(swarms):
-    me, maker, other = swarms
-    maker.publish(1, {"slot-1": torch.ones(3)})
-    other.publish(1, {"slot-1": torch.zeros(3)})
-    wanted, by = {"slot-1": [other.peer_id]}, {"slot-1": [maker.peer_id]}
-    assert set(me.pull(wanted, min_round=1, timeout=1.0, authors=by)) == {"slot-1"}
-    wanted = {"slot-1": [other.peer_id, maker.peer_id]}
-    assert me.pull(wanted, min_round=1, timeout=1.0, authors=by) == {}
-    assert me.versions()["slot-1"].author == maker.peer_id
+    assert set(me.pull(wanted, [one.peer_id], timeout=1.0)) == {"slot-1"}

@@ -78,7 +78,7 @@ class Signed:
 
     @functools.cached_property
     def version(self) -> Version:
-        return Version.sign(self.key, "run", REVISION, self.number, self.document, "raw")
+        return Version.sign(self.key, "run", REVISION, self.number, self.document)
 
     @property
     def named(self) -> Revision:
@@ -247,7 +247,7 @@ class ScriptedSwarm:
         self.stated: list[Revision] = []
         self.announced: list[int] = []
         self.consensus = SimpleNamespace(state=self.stated.append)
-        self.exchange = SimpleNamespace(pull=self._pull)
+        self.exchange = SimpleNamespace(pull_document=self._pull)
 
     def last(self) -> Body:
         return self.body
@@ -271,13 +271,13 @@ class ScriptedSwarm:
             raise ExchangeError("this peer has no such version")
         return self.stored[digest][1]
 
-    def _pull(self, wanted, *, min_round, authors, digests=None, **more) -> dict:
-        version = self.elsewhere.version if self.elsewhere is not None and wanted[REVISION] else None
-        is_wanted = version is not None and version.author in authors[REVISION] and version.round >= min_round
-        if not is_wanted or (digests or {REVISION: version.digest})[REVISION] != version.digest:
-            return {REVISION: "no peer has it"}
+    def _pull(self, name, peers, *, author, min_round, digest, **more) -> str:
+        version = self.elsewhere.version if self.elsewhere is not None and peers else None
+        is_wanted = version is not None and version.author == author and version.round >= min_round
+        if not is_wanted or digest not in ("", version.digest):
+            return "no peer offers it"
         self.keep_document(version, self.elsewhere.document)
-        return {}
+        return ""
 
 
 def test_a_revision_is_in_force_once_a_certificate_names_it_and_not_before(longer, manifest, tmp_path, caplog) -> None:
@@ -335,7 +335,7 @@ def test_a_peer_neither_states_nor_takes_over_what_is_not_the_founders_or_not_po
     }[kind]
     swarm.elsewhere, swarm.declared = bad, 1
     if kind == "no manifest":
-        swarm.keep_document(Version.sign(longer.key, "run", REVISION, 1, b"{}", "raw"), b"{}")
+        swarm.keep_document(Version.sign(longer.key, "run", REVISION, 1, b"{}"), b"{}")
         bad = SimpleNamespace(named=Revision(number=1, digest=next(iter(swarm.stored))))
     revisions = Revisions(swarm, manifest)
     assert revisions.look() is None and not swarm.stated

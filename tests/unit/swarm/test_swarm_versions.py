@@ -12,7 +12,6 @@ import torch
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange import store as version_store
-from spes_p2p.swarm.exchange.protocol import Wanted
 from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, VersionStore
 from spes_p2p.swarm.exchange.versions import MAX_REFUSED, RefusedVersions, Version
 from spes_p2p.swarm.p2p.identity import Identity
@@ -30,7 +29,7 @@ def make(identities):
 
     def make(name, round, data=None):
         data = bytes(to_bytes(torch.randn(9))) if data is None else data
-        return Version.sign(identities[0], "run", name, round, data, "fp32"), data
+        return Version.sign(identities[0], "run", name, round, data), data
 
     return make
 
@@ -136,7 +135,7 @@ def test_the_index_does_not_grow_with_the_rounds(tmp_path, make, monkeypatch):
     "change", [{"round": 8}, {"name": "../../etc/passwd"}, {"digest": "../x"}, {"signature": ""}, {"extra": 1}], ids=str
 )
 def test_an_edited_index_is_refused(tmp_path, make, change):
-    VersionStore(tmp_path, "run").add({"slot-1": make("slot-1", 7)})
+    VersionStore(tmp_path, "run").add({"manifest": make("manifest", 7)})
     version = json.loads((tmp_path / "index.jsonl").read_text())
     (tmp_path / "index.jsonl").write_text(json.dumps(version | change) + "\n")
     with pytest.raises(RecordError):
@@ -240,26 +239,26 @@ def test_concurrent_adds_lose_nothing(tmp_path, make):
     assert VersionStore(tmp_path, "run").newest() == {f"slot-{slot}": made[-1][0] for slot, made in rounds.items()}
 
 
-def test_the_listener_hears_of_every_addition_once_it_can_be_found(tmp_path, make):
-    store, heard = VersionStore(tmp_path, "run"), []
-    store.on_change = lambda: heard.append(store.find("slot-1"))
-    first, second = make("slot-1", 1), make("slot-1", 2)
-    store.add({"slot-1": first})
-    store.add({"slot-1": second})
-    assert heard == [first[0], second[0]]
-    assert store.find("slot-1", first[0].digest) == first[0]
+def test_a_version_is_found_by_its_digest(tmp_path, make):
+    store, (first, second) = VersionStore(tmp_path, "run"), (make("slot-1", round) for round in (1, 2))
+    for each in (first, second):
+        store.add({"slot-1": each})
+        assert store.find("slot-1", first[0].digest) == first[0] and store.find("slot-1") == each[0]
+        assert store.have(each[0].digest).is_whole and store.read_part(each[0].digest, 0) == each[1]
     assert store.find("slot-1", "0" * 64) is None and store.find("slot-2") is None
+    assert 0 not in store.have("0" * 64) and store.read_part("0" * 64, 0) is None
+    store.delete(first[0])
+    assert not store.have(first[0].digest).is_whole
 
 
-def test_a_version_with_known_bytes_needs_none_and_gone_ones_cannot_be_listed(tmp_path, make, identities):
+def test_a_version_with_known_bytes_needs_none_and_gone_ones_cannot_be_listed(tmp_path, make):
     store = VersionStore(tmp_path, "run")
     version, data = make("slot-1", 1)
     store.add({"slot-1": (version, data)})
-    later = Version.sign(identities[0], "run", "slot-1", 2, data, "fp32")
-    store.store_known_bytes(later)
+    later = version.model_copy(update={"round": 2})
+    assert store.takes_known(later) and store.takes_known(later)
     assert store.newest() == {"slot-1": later} and store.read("slot-1") == data
-    with pytest.raises(ExchangeError, match="gone"):
-        store.store_known_bytes(make("slot-1", 3)[0])
+    assert not store.takes_known(make("slot-1", 3)[0]) and store.newest() == {"slot-1": later}
     assert_whole(store)
 
 
@@ -288,26 +287,17 @@ def name_of(number):
 
 def test_a_version_carries_over_to_no_other_author_run_or_content(identities, make):
     mallory = identities[1]
-    version, _ = make("slot-1", 7)
+    version, _ = make("manifest", 7)
     assert Version.verify(version.model_dump_json(), "run") == version
     theirs = {"author": mallory.peer_id, "public_key": mallory.public_key.decode()}
     for change in [
         theirs,
         {"author": mallory.peer_id},
         {"round": 8},
-        {"name": "slot-2"},
+        {"name": "tokenizer"},
         {"num_bytes": 1},
     ]:
         with pytest.raises(RecordError, match="not signed"):
             Version.verify(version.model_copy(update=change).model_dump_json(), "run")
     with pytest.raises(RecordError, match="belongs to run"):
         Version.verify(version.model_dump_json(), "elsewhere")
-
-
-def test_another_version_than_the_certified_one_is_not_fetched(make):
-    version, data = make("slot-1", 7)
-    other, _ = make("slot-1", 9)
-    wanted = Wanted("slot-1", 0, len(data), digest=version.digest)
-    wanted.check(version)
-    with pytest.raises(ExchangeError, match="than the certified one"):
-        wanted.check(other)

@@ -48,7 +48,7 @@ class Disk:
         items = {}
         for name in ("shared", "slot-0", "slot-1"):
             data = bytes(to_bytes(torch.full((9,), float(round)) + len(name)))
-            items[name] = Version.sign(self._identity, "run", name, round, data, "fp32"), data
+            items[name] = Version.sign(self._identity, "run", name, round, data), data
         self.store.add(items)
 
     def save(self, round: int, numel: int = 9) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pulls import pull_offered
 from virtual import certify, peer_id, tiny_run
 
 from spes_p2p.codecs.paged import PagedVector
@@ -109,7 +110,7 @@ def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_non
     assert mine.held.starts() == ({"slot-0": (13, version.digest)} if answering else {})
     assert mine.held.usable() == [SHARED, *(["slot-0"] if answering else [])]
     if answering:
-        peers[1].swarm.pull({"slot-0": [peer_id(9)]}, min_round=13, timeout=1.0)
+        pull_offered(peers[1].swarm, ["slot-0"], [peer_id(9)])
         assert set(mine.held.fetch()) == {"slot-0"} and not mine.held.lost
         assert mine.held.starts() == {} and mine.held.usable() == [SHARED, "slot-0"]
 
@@ -174,7 +175,7 @@ def test_a_leaver_stays_until_others_have_its_newest_versions(is_taken, lacking)
     leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
     leaver.held.resume([0])
     if is_taken:
-        heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=13, timeout=1.0)
+        pull_offered(heir.swarm, ["slot-0"], [peer_id(0)])
     began = leaver.swarm.now()
     assert leaver.held.hand_over(5.0) == lacking
     assert leaver.swarm.now() == began if is_taken else leaver.swarm.now() >= began + 5.0
@@ -186,7 +187,7 @@ def test_a_leaver_that_was_paused_stays_for_the_certified_version_that_only_it_h
     leaver, other = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
     certify(hub, 13, leaver.swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
     assert leaver.held.hand_over(5.0) == ["slot-0"]
-    other.swarm.pull({"slot-0": [peer_id(0)]}, min_round=13, timeout=1.0)
+    pull_offered(other.swarm, ["slot-0"], [peer_id(0)])
     assert leaver.held.hand_over(5.0) == []
 
 
@@ -202,7 +203,7 @@ def test_a_leaver_stays_for_a_version_that_it_publishes_while_it_leaves():
             heir.swarm.publish(13, {"slot-0": torch.full((3,), 13.0)})
             leaver.swarm.publish(14, {"slot-0": torch.full((3,), 14.0)})
         else:
-            heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0)
+            pull_offered(heir.swarm, ["slot-0"], [peer_id(0)])
         held.append(heir.swarm.versions()["slot-0"].round)
         return wait(seconds)
 
@@ -224,7 +225,7 @@ def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off(hub):
     stood_still = Member(hub, 1, 12, "active")
     certify(hub, 12, stood_still.swarm.versions().values())
     Member(hub, 0, 14, "active")
-    stood_still.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0)
+    pull_offered(stood_still.swarm, ["slot-0"], [peer_id(0)])
     stood_still.held.fetch()
     assert stood_still.held.stale_rounds == 2
 
@@ -234,9 +235,9 @@ def test_slots_that_came_without_shared_are_loaded_when_that_comes(hub, monkeypa
     certify(hub, 13, steady.swarm.versions().values())
     pull = late.swarm.pull
 
-    def without_shared(wanted, **settings):
+    def without_shared(wanted, peers, **settings):
         failed = {SHARED: "timed out"} if SHARED in wanted else {}
-        return failed | dict(pull({name: wanted[name] for name in wanted if name not in failed}, **settings))
+        return failed | dict(pull({name: wanted[name] for name in wanted if name not in failed}, peers, **settings))
 
     with monkeypatch.context() as slow:
         slow.setattr(late.swarm, "pull", without_shared)
@@ -318,7 +319,7 @@ def refusing(hub):
         swarm.publish(14, {SHARED: torch.full((5,), 14.0)})
     liar.swarm.publish(14, {"slot-0": torch.full((3,), 666.0)})
     certify(hub, 14, liar.swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
-    assert heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0) == {}
+    assert pull_offered(heir.swarm, ["slot-0"], [peer_id(0)]) == {}
     heir.swarm.refuse("slot-0", {})
     return heir
 

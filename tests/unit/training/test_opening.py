@@ -33,11 +33,11 @@ class CutOff(MemorySwarm):
 
     failing_pulls = ENTERING_TRIES - 1
 
-    def pull(self, wanted, **more):
+    def pull(self, wanted, *peers, **more):
         if self.failing_pulls:
             self.failing_pulls -= 1
             return dict.fromkeys(wanted, "no peer answers")
-        return super().pull(wanted, **more)
+        return super().pull(wanted, *peers, **more)
 
 
 def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm, *, min_peers: int = 1) -> tuple[VirtualPeer, int]:

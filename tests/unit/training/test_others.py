@@ -129,7 +129,7 @@ def test_versions_of_a_later_round_than_the_certified_one_are_not_taken():
 class Unreachable(MemorySwarm):
     """A swarm whose other peers have vanished after they have told what they have."""
 
-    def pull(self, wanted: Mapping[str, object], **_: object) -> dict[str, str]:  # type: ignore[override]
+    def pull(self, wanted: Mapping[str, object], *_: object, **__: object) -> dict[str, str]:  # type: ignore[override]
         return dict.fromkeys(wanted, "no peer answers")
 
 
