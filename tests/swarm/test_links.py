@@ -20,6 +20,7 @@ from real_peers import (
 from benchmarks.routers import routers_available
 from benchmarks.testbed import TestBed, available
 from benchmarks.wan.routed_peer import CALL_SECONDS, RoutedPeers, bed_of
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.roster import SHARED
 
 pytestmark = [
@@ -97,7 +98,7 @@ def test_what_a_routed_peer_publishes_goes_to_another_one_directly(swarm):
     _, (_, _, maker, taker, _) = swarm
     flat = torch.randn(700)
     maker.call("publish", 4, with_arrays({"slot-3": flat}))
-    assert taker.call("pull", {"slot-3": [maker.peer_id]}, min_round=4, timeout=20.0) == {}
+    assert taker.call("pull", {"slot-3": (4, digest(flat))}, [maker.peer_id], timeout=20.0) == {}
     assert torch.equal(taker.call("load", "slot-3"), flat)
 
 

@@ -7,6 +7,7 @@ import torch
 from real_peers import PeerProcess, average, close_all, contribution, identities, plain_mean, with_arrays
 
 from benchmarks.testbed import TestBed, available
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
 from spes_p2p.swarm.roster import SHARED
@@ -73,15 +74,16 @@ def test_what_an_unreachable_peer_publishes_reaches_all_others(sites):
     flat = torch.randn(700)
     hidden.call("publish", 4, with_arrays({"slot-3": flat}))
     for peer, having in ((founder, hidden), (joiner, hidden), (other_hidden, founder)):
-        assert peer.call("pull", {"slot-3": [having.peer_id]}, min_round=4, timeout=20.0) == {}
+        assert peer.call("pull", {"slot-3": (4, digest(flat))}, [having.peer_id], timeout=20.0) == {}
         assert torch.equal(peer.call("load", "slot-3"), flat)
 
 
 def test_two_unreachable_peers_cannot_talk_to_each_other(sites):
     """What is not possible, so that the day it is we notice."""
     _, _, hidden, other_hidden = sites
-    hidden.call("publish", 5, with_arrays({"slot-3": torch.randn(700)}))
-    assert "slot-3" in other_hidden.call("pull", {"slot-3": [hidden.peer_id]}, min_round=5, timeout=5.0)
+    flat = torch.randn(700)
+    hidden.call("publish", 5, with_arrays({"slot-3": flat}))
+    assert "slot-3" in other_hidden.call("pull", {"slot-3": (5, digest(flat))}, [hidden.peer_id], timeout=5.0)
 
 
 def test_a_peer_in_client_mode_knows_no_address_of_its_own(tmp_path):
