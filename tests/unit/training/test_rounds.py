@@ -278,7 +278,7 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     peer.sync.synchronise(RoundWork({}, 64, 100.0, 1.0), closes_from=0.0)
     round = peer.sync.round + 1
     monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "no peer has it"))
-    peer.sync.held._pull({slot: ["peer"] for slot in slots}, {}, 1)
+    peer.sync.held._pull({slot: (1, "0" * 64) for slot in slots}, ["peer"])
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"round {round}: dropped shared, slot-0, slot-1: lost a peer",
         f"round {round}: dropped slot-2: NaN",
