@@ -29,8 +29,6 @@ ROOMS = (
     ("package", (".",), 31_000),
 )
 """Name, files and folders, and most lines."""
-GETS = ("fetch", "fetch_newest", "catch_up", "_keep_orphans", "_hold")
-"""Functions of which each was a way of its own to get a version."""
 
 
 def texts(root: Path, names: Sequence[str] = (".",)) -> Iterator[str]:
@@ -61,7 +59,7 @@ def rows() -> Iterator[Row]:
         ("words: docs, README and CHANGELOG", sum(len(page.read_text().split()) for page in pages), 30_000),
         ("calls of `from_leader`", num_matches(r"\.from_leader\("), 0),
         ("tests of `sync` for None", num_matches(r"sync is (?:not )?None"), 0),
-        ("ways to get a version", sum(num_matches(rf"def {name}\(") > 0 for name in GETS), 1),
+        ("functions that pull versions", num_matches(r"_swarm\.pull\("), 1),
     ]
     for figure, count, most in counts:
         yield Row(figure, f"{count:,}", f"{most:,}", count <= most)

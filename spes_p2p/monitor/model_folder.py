@@ -499,7 +499,7 @@ def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> st
         "",
         "## Contributors",
         "",
-        "Peers that are known here to have signed weights of this round or an earlier one, or to have reported tokens: "
+        "Peers known here to have averaged weights of this round or an earlier one, or to have reported tokens: "
         f"{len(contributors)}. There may have been others.",
         "",
         *(f"- {_code(peer)}" for peer in contributors),

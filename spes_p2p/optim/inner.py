@@ -351,7 +351,7 @@ class InnerOptimizer:
         Args:
             slot: Slot without a group.
             params: The slot's parameters by name.
-            payload: Result of `remove_slot`, here or on another peer; None starts with empty moments.
+            payload: Result of `remove_slot`; None starts with empty moments.
 
         Raises:
             ValueError: the payload's names, shapes, dtypes or values do not fit `params`; nothing was added.

@@ -369,7 +369,7 @@ class Spread:
 
 def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:
     """Return the share of a gap that a variant closed, by seed; None if no seed has a value."""
-    shares = {}
+    shares: dict[int, float] = {}
     for seed in [seed for name, seed in results if name == variant]:
         solo, centralised = (results.get((name, seed)) for name in (gap.solo, gap.centralised))
         if solo is not None and centralised is not None:

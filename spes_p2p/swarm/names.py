@@ -1,4 +1,4 @@
-"""Names of the vectors that peers average, publish and fetch."""
+"""Names of the vectors that peers average, store and fetch."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Saved(NamedTuple):
     """A loaded checkpoint: a `Found` with its tensors, by names such as `moments/...`.
 
     Attributes:
-        skips_optimizer: Whether the inner optimizer starts anew: neither these moments nor published ones are loaded.
+        skips_optimizer: Whether the inner optimizer starts from zero: these moments are not loaded.
     """
 
     state: PeerState

@@ -1,6 +1,7 @@
 """The rounds of one peer: train until the round ends, synchronise, load, save, report. The leader rank runs this.
 
-`TrainingLoop._one_round` is a round on one screen. The rest of this file serves it.
+`TrainingLoop._one_round` is a round on one screen; the rest of this file serves it. docs/one_round.md follows a round
+through all files.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class TrainingLoop:
             is_due = done >= 1.0 or not self._has_end
             # The others would wait for a peer that rests beyond the round's end.
             intent = self._intent(math.inf if is_due else self._round_ends - self._now())
-            if not (intent.trains and self._trainer.slots):
+            if not intent.trains or (self._run.num_slots and not self._trainer.slots):  # paused, or just resumed
                 if intent.ends and not intent.trains and not steps.num:
                     self.is_ended = True
                     return None
@@ -347,7 +348,7 @@ class TrainingLoop:
         """Bring the model to the swarm's state, as far as the loss gate admits it."""
         self._round_ends = update.ends_at
         adopted = {VectorName.of_slot(slot) for slot in set(update.slots) - set(self._trainer.slots)}
-        # A slot whose moments were fetched may have been given up since.
+        # A slot may have been given up since its moments were averaged.
         trained = {SHARED, *map(VectorName.of_slot, update.slots)}
         vectors = (StoredVectors() | update.vectors).only(lambda name: name.is_weights or name.weights in trained)
         self._trainer.set_slots(update.slots, vectors.only(adopted.__contains__))

@@ -24,7 +24,7 @@ class RoundWork:
         tokens_per_second: Speed of this peer.
         places_per_second: The same counted in positions of its sequences, with padding and what is not learned.
         seconds: Time spent training.
-        moments: Flat optimizer moments of the same names, where the run averages or this round publishes them.
+        moments: Flat optimizer moments of the same names, where the run averages them.
         routed: Tokens routed to each slot, over all layers; slots without tokens are left out.
         loss: Mean cross entropy, nats per token; None if no step had a finite gradient.
         steps: Local steps since this peer joined.

@@ -368,7 +368,7 @@ class HeldSlots:
         return name.kept if is_others and self._anchors.form is not None else name
 
     def publish_initial(self, name: VectorName, bundle: Tensor) -> None:
-        """Publish a vector of the run's start, and its kept form; of others' slots that alone if all can draw them."""
+        """Publish a vector of round 0 and its kept form; of others' slots only that, where all can draw them."""
         bundles = {name: bundle} if self.form(name) == name or self._draw is None else {}
         if name.slot is not None and self._anchors.form is not None:
             bundles[name.kept] = self._anchors.kept_form(name, bundle)
@@ -432,7 +432,7 @@ class HeldSlots:
             self._swarm.refuse(name.kept, dict.fromkeys(makers, harm), said)  # guard: kept-follows
 
     def _drop_masters(self) -> None:
-        """Delete the masters of slots that other members hold, unless this peer trains or replicates them."""
+        """Delete outdated masters of slots that other members hold, unless this peer trains or replicates them."""
         if self._anchors.form is None:
             return
         held = {slot for member in self._swarm.last().members for slot in member.slots}

@@ -241,7 +241,7 @@ class Synchroniser:
             work: This peer's training since the anchors; empty work only meets the others.
             closes_from: DHT time from which the roster may be closed without the rest.
         """
-        began = self.swarm.now()
+        began, number = self.swarm.now(), self.round + 1
         self._await_steps(has_trained=bool(work.vectors))  # guard: infinite-peer
         expected = self.held.expected(self.held.claims())
         result, staged, body = self._decide(work, began, len(expected), closes_from)
@@ -260,7 +260,7 @@ class Synchroniser:
         else:
             self.swarm.settle(result, ())
             if self._is_behind(len(expected)):
-                log.warning("round %d: the others have decided it without this peer; catching up", self.round + 1)
+                log.warning("round %d: the others have decided it without this peer; catching up", number)
                 vectors = self._catch_up(work.routed)
                 found, ends_at = self._rejoin(work.routed)
                 vectors |= found
@@ -273,7 +273,7 @@ class Synchroniser:
         if work.tokens:
             reasons = dict.fromkeys(staged.bundles.keys() - set(own), "the round's certificate names another version")
             for reason, names in by_reason({**reasons, **result.dropped}).items():
-                log.warning("round %d: dropped %s: %s", self.round + (not own), names, reason)
+                log.warning("round %d: dropped %s: %s", number, names, reason)
         committed = len(set(own).intersection(work.vectors or self.held.names))
         self.stats = SyncStats.of(result, committed, self.held.clock() - averaged, self.held.stale_rounds)
         # Slots may just have been released.
