@@ -163,7 +163,8 @@ class Channel:
         """
         kind, num_bytes = await self.receive_header()
         if num_bytes > most.get(kind, -1):  # guard: exchange-message
-            raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes, which it may not")
+            allowed = f"in place of at most {most[kind]}" if kind in most else "of a kind that was not expected"
+            raise ExchangeError(f"sent a message of {num_bytes} bytes {allowed}")
         async with _Deadline(self.seconds):
             return kind, await self._reader.readexactly(num_bytes)
 
