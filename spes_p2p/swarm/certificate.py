@@ -33,7 +33,7 @@ MAX_BATCHES = 2**24
 MAX_TIMES_MEDIAN = 4
 """Largest request for data that counts, in medians of the voters' requests."""
 MAX_BANNED = 64
-MAX_KEPT = 128
+MAX_REPLICATED = 128
 """Slots that one peer replicates."""
 MAX_SENT = 64
 """Certificates in one message."""
@@ -97,7 +97,7 @@ class MemberEntry(Document):
     """Tokens whose training the round's mean contains."""
     slots: tuple[Slot, ...] = Field(default=(), max_length=128)
     """Slots whose groups the member was in, ascending."""
-    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_KEPT)
+    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_REPLICATED)
     """Slots that the member replicates, ascending."""
     calls_only: bool = False
     """The member opens connections but accepts none, so it proposes only if no voter accepts any."""

@@ -20,7 +20,7 @@ from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, means_of
 from spes_p2p.swarm.bans import Bans
-from spes_p2p.swarm.certificate import MAX_KEPT, Body, known_peers, strangers
+from spes_p2p.swarm.certificate import MAX_REPLICATED, Body, known_peers, strangers
 from spes_p2p.swarm.consensus import FOLDER, Consensus
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
@@ -143,7 +143,7 @@ class HivemindSwarm:
                 run_id=self.node.run_id,
                 encoding=self._encoding,
                 max_slots=max_slots,
-                max_kept=min(vectors.num_slots, MAX_KEPT),
+                max_replicated=min(vectors.num_slots, MAX_REPLICATED),
                 deadlines=rounds,
                 uplink_mbit=self._uplink_mbit,
                 guests=guests,

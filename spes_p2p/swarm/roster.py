@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.certificate import MAX_KEPT, Batches, Body, MemberEntry, max_strangers, strangers
+from spes_p2p.swarm.certificate import MAX_REPLICATED, Batches, Body, MemberEntry, max_strangers, strangers
 from spes_p2p.swarm.invites import ShownInvite
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
@@ -51,7 +51,7 @@ class Member(Strict):
     """Tokens trained since then, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots that the member brings deltas of."""
-    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_KEPT)
+    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_REPLICATED)
     """Slots whose certified weights the member has as a replica: it receives their means."""
     batches: Batches = 0
     """Batches of shared data that it asks for in the next round."""

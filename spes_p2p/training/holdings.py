@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from spes_p2p.swarm.certificate import MAX_KEPT, Body
+from spes_p2p.swarm.certificate import MAX_REPLICATED, Body
 from spes_p2p.swarm.names import SHARED, VectorName
 
 
@@ -26,14 +26,19 @@ def wanted(
         has_forms: Whether all others have kept forms of a slot; otherwise its fp32 weights serve as such.
         start: Digests of the versions of round 0, if the run starts from files.
     """
-    names = {SHARED: body.shared}
-    for slot, state in enumerate(body.slots):
-        name = VectorName.of_slot(slot)
-        if has_forms and slot not in masters:
-            names[name.kept] = state.kept or ""
-        else:
-            names[name] = state.digest
-    return {name: digest or start.get(name, "") for name, digest in names.items()}
+    slots = map(VectorName.of_slot, range(len(body.slots)))
+    names = (SHARED, *(name.kept if has_forms and name.slot not in masters else name for name in slots))
+    return {name: certified(body, name, start) for name in names}
+
+
+def certified(body: Body, name: VectorName, start: Mapping[VectorName, str]) -> str:
+    """Return the digest of the version of some weights that counts after a body; empty for one that the seed makes."""
+    if name.slot is None:
+        digest = body.shared
+    else:
+        state = body.slots[name.slot]
+        digest = (state.kept or "") if name.is_kept else state.digest
+    return digest or start.get(name, "")
 
 
 def keepers(body: Body, copies: int) -> dict[int, tuple[str, ...]]:
@@ -57,7 +62,7 @@ def keepers(body: Body, copies: int) -> dict[int, tuple[str, ...]]:
     kept = {slot: peers[: max(0, copies - len(holders[slot]))] for slot, peers in kept.items()}
     load = Counter(peer for peers in kept.values() for peer in peers)
     for slot, peers in kept.items():
-        willing = [peer for peer in members.keys() - holders[slot] - set(peers) if load[peer] < MAX_KEPT]
+        willing = [peer for peer in members.keys() - holders[slot] - set(peers) if load[peer] < MAX_REPLICATED]
         willing.sort(key=lambda p: (members[p].calls_only, load[p], p not in body.voters, _lot(f"{slot}/{p}")))
         new = willing[: max(0, copies - len(holders[slot]) - len(peers))]
         load.update(new)

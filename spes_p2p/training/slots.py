@@ -21,7 +21,7 @@ from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors, start_digests
-from spes_p2p.training.holdings import affordable, keepers, wanted
+from spes_p2p.training.holdings import affordable, certified, keepers, wanted
 from spes_p2p.training.round_work import StoredVectors
 
 log = logging.getLogger(__name__)
@@ -261,7 +261,8 @@ class HeldSlots:
             AbsentError: a peer has `shared`, but it could not be fetched.
         """
         body = self._swarm.last()
-        lacking = self._lacking(body, None if routed is None else self.refreshed_slots, routed or {})
+        needed = self.wanted(body)
+        lacking = self._lacking(needed, None if routed is None else self.refreshed_slots, routed or {})
         if only is not None:
             lacking = {name: digest for name, digest in lacking.items() if name in only}
         came = set[VectorName]()
@@ -284,7 +285,7 @@ class HeldSlots:
             log.info("caught up with round %d: fetched %d of %d versions", body.round, len(came), len(lacking))
         self._unloaded |= {name.weights for name in came}
         self._take_masters(came)
-        slots = [name.weights for name, digest in self.wanted(body).items() if name.slot is not None and digest]
+        slots = [name.weights for name, digest in needed.items() if name.slot is not None and digest]
         self.stale_rounds = max(map(self._rounds_behind, slots), default=0)
         changed, self._unloaded = sorted(self._unloaded), set()
         return StoredVectors([name for name in changed if self.form(name) in self._swarm.versions()], self.load)
@@ -299,7 +300,7 @@ class HeldSlots:
         Raises:
             AbsentError: a peer has `shared`, but it could not be fetched.
         """
-        asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-seeds
+        asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-contacts
         return self.fetch(routed=routed, peers=asked)
 
     def wanted(self, body: Body) -> dict[VectorName, str]:
@@ -307,10 +308,12 @@ class HeldSlots:
         masters = {*self.slots, *self.keeps}
         return wanted(body, masters, has_forms=self._anchors.form is not None, start=self._start)
 
-    def _lacking(self, body: Body, budget: int | None, routed: Mapping[int, int]) -> dict[VectorName, str]:
+    def _lacking(
+        self, needed: Mapping[VectorName, str], budget: int | None, routed: Mapping[int, int]
+    ) -> dict[VectorName, str]:
         """Return what this peer needs and neither has nor can draw, within the budget of others' slots."""
         lacking: dict[VectorName, str] = {}
-        for name, digest in self.wanted(body).items():
+        for name, digest in needed.items():
             is_drawn = not digest and name.slot in self.slots and self._draw is not None
             if not (self._is_here(name, digest) or is_drawn):
                 lacking[name] = digest
@@ -462,11 +465,7 @@ class HeldSlots:
 
     def certified_digest(self, name: VectorName) -> str:
         """Return the digest of the version of a vector's weights that counts; empty for that of the run's start."""
-        last = self._swarm.last()
-        if name.slot is None:
-            return last.shared or self._start.get(name, "")
-        state = last.slots[name.slot]
-        return ((state.kept or "") if name.is_kept else state.digest) or self._start.get(name, "")
+        return certified(self._swarm.last(), name, self._start)
 
     def certified_round(self, name: VectorName) -> int:
         """Return the round of that version."""

@@ -67,7 +67,7 @@ class SparseAverager(DecentralizedAverager):
         run_id: Name of the run, and so of its matchmaking.
         encoding: Formats of the vectors.
         max_slots: Slots that this peer may hold at once.
-        max_kept: Slots that it may replicate.
+        max_replicated: Slots that it may replicate.
         deadlines: The run's round settings.
         uplink_mbit: Upload rate of this peer, in 10^6 bits per second; None for no limit.
         guests: Peers that may take part; None for all.
@@ -88,19 +88,19 @@ class SparseAverager(DecentralizedAverager):
         run_id: str,
         encoding: DeltaEncoding,
         max_slots: int,
-        max_kept: int,
+        max_replicated: int,
         deadlines: RoundConfig,
         uplink_mbit: float | None = None,
         guests: GuestList | None = None,
     ) -> None:
-        self.buffers = BufferPool(encoding, max_slots + max_kept)
+        self.buffers = BufferPool(encoding, max_slots + max_replicated)
         self._encoding = encoding
         self._guests = guests
         self._uplink_mbit = uplink_mbit
         self._max_seconds = deadlines.averaging_seconds
         self._attempt_timeouts: dict[int, AdaptiveTimeout] = {}
         self._silence_timeout = AdaptiveTimeout(MIN_SILENCE_SECONDS, SILENCE_SHARE * self._max_seconds)
-        dht.streams_per_peer = SPARE_STREAMS + REDONE * (LANES * (1 + max_slots) + max_kept)
+        dht.streams_per_peer = SPARE_STREAMS + REDONE * (LANES * (1 + max_slots) + max_replicated)
         self._groups: dict[bytes, GroupAllreduce] = {}
         self._last_groups: dict[bytes, GroupAllreduce] = {}
         self._is_redone = False

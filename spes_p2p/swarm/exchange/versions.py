@@ -16,7 +16,7 @@ from spes_p2p.swarm.names import SHARED, SLOT, VectorName
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import Count, Digest, PeerId, Strict
 
-MAX_MANIFEST_BYTES = 4096
+MAX_DESCRIPTION_BYTES = 4096
 MAX_REFUSED = 1024
 """Refused versions that a peer remembers."""
 REVISION = "revision"
@@ -88,8 +88,8 @@ class Version(Strict):
     def verify(cls, data: bytes | str, run_id: str) -> Version:
         """Parse a version; raise RecordError if it is malformed, of another run, or a document without a signature."""
         try:
-            if len(data) > MAX_MANIFEST_BYTES:
-                raise RecordError(f"description of a version exceeds {MAX_MANIFEST_BYTES} bytes")
+            if len(data) > MAX_DESCRIPTION_BYTES:
+                raise RecordError(f"description of a version exceeds {MAX_DESCRIPTION_BYTES} bytes")
             version = cls.model_validate_json(data)
         except ValidationError as error:
             raise RecordError(f"malformed description of a version: {problem_of(error)}") from error
