@@ -28,8 +28,7 @@ from spes_p2p.config import PeerConfig
 from spes_p2p.peer import life as peer
 from spes_p2p.swarm.averaging.allreduce import GroupAllreduce
 from spes_p2p.swarm.exchange import store as version_store
-from spes_p2p.swarm.exchange.exchange import Exchange
-from spes_p2p.swarm.exchange.store import write_whole
+from spes_p2p.swarm.exchange.store import VersionStore, write_whole
 from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import RoundResult
@@ -152,7 +151,7 @@ def record(scribe: Scribe) -> None:
     def average(stock: Callable, swarm: HivemindSwarm, contribution, **settings):
         deltas = scribe.keep(contribution.deltas)
         versions = swarm.versions()
-        starts.update({name: versions[name].digest for name in contribution.deltas})
+        starts.update({name: version.digest for name, version in versions.items()})
         scribe.note("brings", peer=swarm.peer_id, member=contribution.member.model_dump(), deltas=deltas)
         return stock(swarm, contribution, **settings)
 
@@ -249,12 +248,12 @@ def place(fate: Fate) -> None:
         return stock(*args, **settings)
 
     before(HivemindSwarm, "enter", "join")
-    before(Exchange, "_add", "download")
+    before(VersionStore, "finish", "download")
     before(GroupAllreduce, "_average", "all-reduce")
     before(HivemindSwarm, "decide", "decision")
     before(HivemindSwarm, "close", "exit")
     before(checkpoint, "save_tensors", "checkpoint")
     wrap(HivemindSwarm, "_meet", meets)
-    wrap(HivemindSwarm, "_publish", publishes)
+    wrap(HivemindSwarm, "publish", publishes)
     wrap(version_store, "write_whole", writes)
     wrap(Trainer, "step", trains)
