@@ -26,13 +26,13 @@ from benchmarks.records import say_rows
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs.format import Format, Segment
+from spes_p2p.commands.simulate import Spread
 from spes_p2p.config import CommandConfig
 from spes_p2p.errors import SimulationError
 from spes_p2p.presentation import say
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import simulate
-from spes_p2p.sim.sweep import Spread
 from spes_p2p.swarm.averaging.audit import Auditor
 from spes_p2p.swarm.averaging.partition import GroupPlan, reduce_message
 from spes_p2p.swarm.names import VectorName

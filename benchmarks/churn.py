@@ -17,9 +17,10 @@ from pydantic_settings import SettingsConfigDict
 from benchmarks.records import say_rows
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
+from spes_p2p.commands.simulate import Spread
 from spes_p2p.config import CommandConfig
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.sim.sweep import Point, RunResult, Spread, load_sweep, stored_runs
+from spes_p2p.sim.sweep import Point, RunResult, load_sweep, stored_runs
 
 SWEEP, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
 PAGE = Path("docs/membership.md")

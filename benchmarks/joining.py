@@ -18,9 +18,10 @@ from pydantic_settings import SettingsConfigDict
 from benchmarks.curves import COLOURS, LINES, canvas, loss_by_bytes, loss_by_steps, png
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
+from spes_p2p.commands.simulate import Spread, gap_spread
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
-from spes_p2p.sim.sweep import Gap, Results, Spread, Sweep, gap_spread, load_sweep, stored_runs
+from spes_p2p.sim.sweep import Gap, Results, Sweep, load_sweep, stored_runs
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""

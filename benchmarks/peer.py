@@ -20,11 +20,12 @@ from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import say_rows, write_rows
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
+from spes_p2p.commands.simulate import Spread
 from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
 from spes_p2p.config_file import read_settings
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import model_size
-from spes_p2p.sim.sweep import Spread, load_sweep, stored_runs
+from spes_p2p.sim.sweep import load_sweep, stored_runs
 
 SEVEN_B = Path("configs/spes_7b.yaml")
 MAX_LOSS = {"bf16": None, "int8": 0.1, "nf4": 0.5}

@@ -6,13 +6,15 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import torch
 
@@ -27,10 +29,7 @@ from spes_p2p.sim.sweep import (
     Gap,
     Results,
     RunResult,
-    Spread,
     Sweep,
-    gap_spread,
-    in_sweep_words,
     load_sweep,
     run_result,
     save_result,
@@ -85,6 +84,13 @@ def default_workers(sweep: Sweep) -> int:
     except ConfigError as error:
         raise ConfigError(in_sweep_words(str(error))) from error
     return 1 if on_gpu else num_cores()
+
+
+def in_sweep_words(message: str) -> str:
+    """Replace a peer's flags in an error's message by the settings of a sweep."""
+    message = re.sub(r"--(text) (?:PATH \.\.\.|FILE)", r"base.\1", message)
+    message = re.sub(r"--(device) (\w+)", r"base.\1: \2", message)
+    return re.sub(r"--(text|device)\b", r"base.\1", message)
 
 
 def num_cores() -> int:
@@ -188,6 +194,44 @@ NOTES = (
     f"more than {TOKENS_TOLERANCE:.0%}. Memory, of the experts and of all that is trained or kept, is the planner's, "
     "without activations, of the peer that needs most."
 )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number measured with several seeds: its values by seed."""
+
+    values: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.values.values())
+
+    @property
+    def deviation(self) -> float | None:
+        """Sample standard deviation over seeds; None for a single seed, or if a value is not finite."""
+        values = list(self.values.values())
+        return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+
+    def text(self, form: str) -> str:
+        """Return mean and deviation, each in a format such as ".1%"."""
+        deviation = "" if self.deviation is None else f" ± {self.deviation:{form}}"
+        return f"{self.mean:{form}}{deviation}"
+
+
+def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:
+    """Return the share of a gap that a variant closed, by seed; None if no seed has a value.
+
+    It is (solo - loss) / (solo - centralised): below 0 is worse than solo, above 1 better than centralised. A seed has
+    none if centralised is not better than solo, or a loss is not finite.
+    """
+    shares: dict[int, float] = {}
+    for seed in [seed for name, seed in results if name == variant]:
+        runs = [results.get((name, seed)) for name in (gap.solo, gap.centralised, variant)]
+        losses = [math.nan if run is None else run.loss for run in runs]
+        solo, centralised, loss = losses
+        if all(map(math.isfinite, losses)) and solo > centralised:
+            shares[seed] = (solo - loss) / (solo - centralised)
+    return Spread(shares) if shares else None
 
 
 def table(sweep: Sweep, results: Results) -> str:

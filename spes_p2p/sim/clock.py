@@ -27,14 +27,11 @@ class VirtualClock:
     """
 
     def __init__(self) -> None:
-        self._now = EPOCH_SECONDS
+        self._now = self._active_at = EPOCH_SECONDS
         self._running: int | None = None
         self._wakes: dict[int, float] = {}
         self._listening: set[int] = set()
-        self._active_at = self._now
         self._batons: dict[int, threading.Lock] = {}
-        self._threads: list[threading.Thread] = []
-        self._over = threading.Lock()
         self._failure: BaseException | None = None
 
     def now(self) -> float:
@@ -69,29 +66,21 @@ class VirtualClock:
         assert self._running is None, "a clock runs one simulation at a time"
         self._failure = None
         self._active_at = self._now
-        self._wakes = {}
-        self._batons = {}
-        self._threads = []
-        self._over = _taken_lock()
-        for index, life in enumerate(lives):
-            self._spawn(index, life)
-        try:
-            self._hand_on()
-            self._over.acquire()
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C; the peers must end before their data are freed
-            self._failure = error
-        while self._threads:
-            self._threads.pop().join()
+        self._wakes = dict.fromkeys(range(len(lives)), self._now)
+        self._batons = {index: threading.Lock() for index in self._wakes}
+        threads = [threading.Thread(target=self._live, args=each, daemon=True) for each in enumerate(lives)]
+        for index, thread in enumerate(threads):
+            self._batons[index].acquire()
+            thread.start()
+        self._hand_on()
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            try:
+                alive[0].join()
+            except BaseException as error:  # noqa: BLE001 - Ctrl-C; the peers must end before their data are freed
+                self._failure = error
         self._running = None
         if self._failure is not None:
             raise self._failure
-
-    def _spawn(self, index: int, life: Callable[[], None]) -> None:
-        """Start a peer's thread."""
-        self._wakes[index], self._batons[index] = self._now, _taken_lock()
-        thread = threading.Thread(target=self._live, args=(index, life), name=f"virtual-peer-{index}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     def _live(self, index: int, life: Callable[[], None]) -> None:
         self._batons[index].acquire()
@@ -126,7 +115,6 @@ class VirtualClock:
         """Give the turn to the next thread and return its index; the calling thread needs no wake-up."""
         me = self._running
         if not self._wakes:
-            self._over.release()
             return None
         chosen = min(self._wakes, key=lambda index: (self._wakes[index], index))
         wake = self._wakes[chosen]
@@ -142,9 +130,3 @@ class VirtualClock:
         if chosen != me:
             self._batons[chosen].release()
         return chosen
-
-
-def _taken_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock

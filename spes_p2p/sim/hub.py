@@ -57,10 +57,6 @@ class Entry:
     errors: dict[VectorName, Tensor]
     lie: Lie | None = None
 
-    def error(self, name: VectorName, numel: int) -> Tensor:
-        """Return the rounding error of a group's mean; zeros at first."""
-        return self.errors.setdefault(name, torch.zeros(numel))
-
 
 class MemoryHub:
     """The state that the peers of one process share; only one of them runs at a time.
@@ -193,14 +189,12 @@ class MemoryHub:
         while self.bodies[-1].digest == last.digest and self.attempt == attempt:
             self.clock.wait(shrinks_at - self.clock.now())
             if self.clock.now() >= shrinks_at:
-                self._gone |= {voter for voter in last.voters if not self._is_here(voter)}
+                claims = self.records.get(Claim, {})
+                here = {voter for voter, (_, expires_at) in claims.items() if expires_at > self.clock.now()}
+                self._gone |= set(last.voters) - here
                 self._follow_quorum()
                 shrinks_at = math.inf
         return self.bodies[last.round + 1] if len(self.bodies) > last.round + 1 else None
-
-    def _is_here(self, peer: str) -> bool:
-        claim = self.records.get(Claim, {}).get(peer)
-        return claim is not None and claim[1] > self.clock.now()
 
     def _absent(self, last: Body) -> list[str]:
         """Return the voters to go on without, if they are half or more."""
@@ -339,7 +333,7 @@ class GroupMean:
     def _reduce_slice(self, reducer: str, messages: Sequence[Message]) -> None:
         plan, entry = self._plan, self._met[reducer]
         start, stop = plan.span(reducer)
-        errors = entry.error(self._name, plan.delta_numel)
+        errors = entry.errors.setdefault(self._name, torch.zeros(plan.delta_numel))
         new_errors = errors[start:stop].clone()
         auditor, peers = self.auditors[reducer], plan.peers
         for message in messages:
@@ -349,13 +343,9 @@ class GroupMean:
             encoded, residual = reduce_message(plan, message, decoded, errors[span], auditor.weigh)
             self.mean[place] = encoded if entry.lie is None else entry.lie(plan.format, message, encoded)
             new_errors[span.start - start : span.stop - start] = residual
-            self._show(reducer, message, place)
+            mean_N = decode_message(plan.format, message, self.mean[place])
+            for peer, other in self.auditors.items():
+                if peer != reducer and self._met[peer].lie is None and self._name in self._met[peer].encoded:
+                    other.observe_mean(peers.index(reducer), message, mean_N, self._met[peer].encoded[self._name])
         if not plan.format.is_exact:
             self.residuals[reducer] = start, new_errors
-
-    def _show(self, reducer: str, message: Message, place: slice) -> None:
-        """Show a mean to the other members' auditors."""
-        index, mean_N = self._plan.peers.index(reducer), decode_message(self._plan.format, message, self.mean[place])
-        for peer, auditor in self.auditors.items():
-            if peer != reducer and self._met[peer].lie is None and self._name in self._met[peer].encoded:
-                auditor.observe_mean(index, message, mean_N, self._met[peer].encoded[self._name])

@@ -7,13 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from spes_p2p.config import Frozen, PositiveFloat, PositiveInt, RunConfig, RunId
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.swarm.records import PeerId
-
-PEER_ID: TypeAdapter[str] = TypeAdapter(PeerId)
 
 
 class Event(Frozen):
@@ -97,7 +95,7 @@ class Scenario(Frozen):
     """Training speed in tokens per virtual second: one number for all peers, or one for each."""
     starts: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = []
     """Virtual seconds after which each peer starts; by default all start at once."""
-    peer_ids: list[str] = []
+    peer_ids: list[PeerId] = []
     """Ids of the peers in the form of real peers' ids; drawn from `seed` by default."""
     data_seeds: list[int] = []
     """Seeds of the peers' data orders; drawn from `seed` by default."""
@@ -127,33 +125,16 @@ class Scenario(Frozen):
     threads: PositiveInt | None = None
     """CPU threads; by default PyTorch's choice."""
 
-    @field_validator("peer_ids")
-    @classmethod
-    def _check_ids(cls, ids: list[str]) -> list[str]:
-        for peer_id in ids:
-            try:
-                PEER_ID.validate_python(peer_id)
-            except ValidationError as error:
-                raise ValueError(
-                    f"peer_ids holds {peer_id!r}, which is no peer id; copy one from a run (40 to 64 characters "
-                    f"of base58, such as Qm...), or leave peer_ids out"
-                ) from error
-            if ids.count(peer_id) > 1:
-                raise ValueError(f"peer_ids holds {peer_id} twice; give every peer its own")
-        return ids
-
-    @model_validator(mode="after")
-    def _check_base(self) -> Scenario:
-        if self.run.adapter is not None and self.start_from is None:
-            raise ValueError("run.adapter needs a base; name a checkpoint with start_from")
-        return self
-
     @model_validator(mode="after")
     def _check_peers(self) -> Scenario:
+        if self.run.adapter is not None and self.start_from is None:
+            raise ValueError("run.adapter needs a base; name a checkpoint with start_from")
         for name in ("max_slots", "speeds", "starts", "peer_ids", "data_seeds", "slots", "peer_text"):
             value = getattr(self, name)
             if isinstance(value, list) and value and len(value) != self.peers:
                 raise ValueError(f"{name} lists {len(value)} peers, peers={self.peers}; list one value for each")
+        if len(set(self.peer_ids)) < len(self.peer_ids):
+            raise ValueError(f"peer_ids={self.peer_ids} holds an id twice; give every peer its own")
         num_slots = self.run.num_slots if self.start_from is None else 0  # a checkpoint has its own number of slots
         for slots in self.max_slots if isinstance(self.max_slots, list) else [self.max_slots]:
             if num_slots and slots > num_slots:

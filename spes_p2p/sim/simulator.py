@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import LongTensor, Tensor
-from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
@@ -70,12 +69,7 @@ class Dies(Exception):
 
 
 class PacedTokens:
-    """A token source whose batches take virtual time.
-
-    Args:
-        source: Source of the batches.
-        spend: Called with the number of tokens of each batch before it is returned.
-    """
+    """A token source whose batches take virtual time: `spend` is called with the number of tokens of each."""
 
     def __init__(self, source: TokenSource, spend: Callable[[int], None]) -> None:
         self._source = source
@@ -96,15 +90,8 @@ class PacedTokens:
         self._source.load_state_dict(state)
 
 
-@dataclass(frozen=True)
-class VirtualMachine:
-    """What a virtual peer runs on.
-
-    Attributes:
-        max_slots: Number of slots that it can train.
-        tokens_per_second: Training speed in virtual time.
-        device: Where it is computed in truth: "auto", "cpu" or "cuda".
-    """
+class VirtualMachine(NamedTuple):
+    """What a virtual peer runs on: slots that it can train, tokens per virtual second, and where it really computes."""
 
     max_slots: int
     tokens_per_second: float = 1000.0
@@ -202,81 +189,63 @@ class Certified:
     """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others."""
 
     def __init__(self, hub: MemoryHub, swarm: MemorySwarm) -> None:
-        self._hub = hub
-        self._swarm = swarm
+        self._swarm, mine = swarm, swarm.versions()
+        self._others: dict[str, tuple[Version, Tensor]] = {}
+        for slot, state in enumerate(swarm.last().slots):
+            name = VectorName.of_slot(slot)
+            for bundles in hub.bundles.values() if name not in mine and name.kept in mine else ():
+                if name in bundles and bundles[name][0].digest == state.digest:
+                    self._others[name] = bundles[name]
 
     def versions(self) -> dict[str, Version]:
         """Return the versions by name."""
-        others: dict[str, Version] = {name: found[0] for name, found in self._others().items()}
-        return {**self._swarm.versions(), **others}
+        return {**self._swarm.versions(), **{name: version for name, (version, _) in self._others.items()}}
 
     def load(self, name: VectorName) -> Tensor:
         """Return the values of a version, or the bytes of a kept form."""
-        others = self._others()
-        return others[name][1] if name in others else self._swarm.load(name)
-
-    def _others(self) -> dict[VectorName, tuple[Version, Tensor]]:
-        mine, found = self._swarm.versions(), {}
-        for slot, state in enumerate(self._swarm.last().slots):
-            name = VectorName.of_slot(slot)
-            is_kept = name not in mine and name.kept in mine
-            for bundles in self._hub.bundles.values() if is_kept else ():
-                if name in bundles and bundles[name][0].digest == state.digest:
-                    found[name] = bundles[name]
-        return found
+        return self._others[name][1] if name in self._others else self._swarm.load(name)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The swarm's model after one round.
-
-    Attributes:
-        round: Rounds committed.
-        tokens_per_peer: Tokens trained until then, the mean over all peers of the scenario.
-        loss: Held-out loss, nats per token.
-    """
+class Evaluation(NamedTuple):
+    """The swarm's model after one round."""
 
     round: int
+    """Rounds committed."""
     tokens_per_peer: int
+    """Tokens trained until then, the mean over all peers of the scenario."""
     loss: float
+    """Held-out loss, nats per token."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Outcome of a scenario; lists with one entry for each peer are in the order of its index.
-
-    Attributes:
-        run: The run's settings, with those of the checkpoint that it starts from.
-        size: Size of its model.
-        evaluations: Ascending by round; the last one is of the last committed round, which precedes the run's last
-            if all peers were gone by then.
-        reports: For each peer, a report of each round in which it took part.
-        digests: By round and version name (`shared` and every slot), as the first peer to finish the round had them.
-        left_out: By round, the peers that the others' majority excluded from all groups.
-        accused: By round, the peers against which an honest peer has evidence about that round.
-        begun_rounds: For each peer, the number of times it began to train a round, with any outcome.
-        slots: For each peer, the slots it held at the end.
-        bytes_in: For each peer, payload received: pulls, and its share of each all-reduce.
-        bytes_out: For each peer, payload sent.
-        virtual_seconds: From the first peer's start to the last peer's end.
-        wall_seconds: Real duration.
-        forms: By round and version name, the digests of the kept forms.
-    """
+    """Outcome of a scenario; lists with one entry for each peer are in the order of its index."""
 
     run: RunConfig
+    """The run's settings, with those of the checkpoint that it starts from."""
     size: ModelSize
     evaluations: Sequence[Evaluation]
+    """Ascending by round; the last is of the last committed round, before the run's end if all peers were gone."""
     reports: Sequence[Sequence[Metrics]]
+    """For each peer, a report of each round in which it took part."""
     digests: Mapping[int, Mapping[str, str]]
+    """By round and version (`shared` and every slot), as the first peer to finish the round had them."""
     left_out: Mapping[int, Sequence[int]]
+    """By round, the peers that the others' majority excluded from all groups."""
     accused: Mapping[int, Sequence[int]]
+    """By round, the peers against which an honest peer has evidence about that round."""
     begun_rounds: Sequence[int]
+    """For each peer, the number of times it began to train a round, with any outcome."""
     slots: Sequence[tuple[int, ...]]
+    """For each peer, the slots it held at the end."""
     bytes_in: Sequence[int]
+    """For each peer, payload received: pulls, and its share of each all-reduce."""
     bytes_out: Sequence[int]
     virtual_seconds: float
+    """From the first peer's start to the last peer's end."""
     wall_seconds: float
     forms: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """As `digests`, of the kept forms."""
 
 
 def simulate(
@@ -296,39 +265,32 @@ def simulate(
         ConfigError, DataError: the scenario's settings or text cannot be used.
         SpesError: the scenario cannot continue: every peer waits for an event that cannot happen.
     """
-    began, threads = time.monotonic(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(scenario.threads or threads)
     try:
-        return _Simulation(scenario, cache.expanduser(), on_evaluation).run(began)
+        return _Simulation(scenario, cache.expanduser(), on_evaluation).run()
     finally:
         torch.set_num_threads(threads)
-
-
-def _tokenizer(scenario: Scenario, cache: Path) -> PreTrainedTokenizerBase:
-    """Return the run's tokenizer: that of the checkpoint it starts from, unless it names another."""
-    if scenario.start_from is not None and scenario.run.data.tokenizer is None:
-        return load_tokenizer(scenario.start_from)
-    return resolve_tokenizer(scenario.run.data, scenario.text, cache)
-
-
-def _started(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
-    """Return a run's settings as its founder sets them from a checkpoint."""
-    return with_digests(over_checkpoint(run, source), vocab_size, source)
 
 
 class _Simulation:
     """A running scenario; the peers' threads run one at a time, so no data here needs a lock."""
 
     def __init__(self, scenario: Scenario, cache: Path, on_evaluation: Callable[[Evaluation], None] | None) -> None:
+        self._began = time.monotonic()
         rounds = scenario.run.round.model_copy(update={"min_peers": len(scenario.founders)})
         self._scenario = scenario
         self._run = scenario.run.model_copy(update={"round": rounds})
         self._on_evaluation = on_evaluation
-        tokenizer = _tokenizer(scenario, cache)
+        if scenario.start_from is not None and scenario.run.data.tokenizer is None:
+            tokenizer = load_tokenizer(scenario.start_from)
+        else:
+            tokenizer = resolve_tokenizer(scenario.run.data, scenario.text, cache)
         self._vocab_size = len(tokenizer)
         self._base: Base | None = None
         if scenario.start_from is not None:
-            self._run = _started(self._run, self._vocab_size, scenario.start_from)
+            run = over_checkpoint(self._run, scenario.start_from)
+            self._run = with_digests(run, self._vocab_size, scenario.start_from)
             if any(slot >= self._run.num_slots for held in scenario.slots for slot in held):
                 raise ConfigError(f"slots: {scenario.start_from} has {self._run.num_slots}; number them from 0")
         if self._run.adapter is not None:
@@ -373,11 +335,11 @@ class _Simulation:
         self._attackers = {attack.peer for attack in scenario.attacks}
         self._left_out: dict[int, list[int]] = {}
 
-    def run(self, began: float) -> SimulationResult:
-        """Run to the end; `began` is the real (monotonic) time at which the caller started."""
+    def run(self) -> SimulationResult:
+        """Run to the end."""
         started_at = self._clock.now()
         self._clock.run([functools.partial(self._live, peer) for peer in range(self._scenario.peers)])
-        if self._round and not self._is_evaluated:
+        if self._round and not (self._evaluations and self._evaluations[-1].round == self._round):
             self._evaluate()
         traffic = [swarm.traffic() for swarm in self._swarms]
         peers = [self._peers.get(peer) for peer in range(self._scenario.peers)]
@@ -394,7 +356,7 @@ class _Simulation:
             bytes_in=[received for received, _ in traffic],
             bytes_out=[sent for _, sent in traffic],
             virtual_seconds=self._ended_at - started_at,
-            wall_seconds=time.monotonic() - began,
+            wall_seconds=time.monotonic() - self._began,
             forms=self._forms,
         )
 
@@ -415,18 +377,15 @@ class _Simulation:
     def _live(self, index: int) -> None:
         """One peer's life, in its own thread."""
         self._clock.advance(self._scenario.starts[index] if self._scenario.starts else 0.0)
-        if self._awaits_its_turn(index):
-            self._present.add(index)
-            self._take_part(index)
-            self._present.remove(index)
-            self._clock.notify_all()  # wakes peers that wait to join
-
-    def _awaits_its_turn(self, index: int) -> bool:
-        """Wait until a peer's time to join; return whether there is a peer to join."""
-        join = self._scenario.event_round(index, "join")
-        while join is not None and self._present and self._round < join:
-            self._clock.wait(math.inf)
-        return join is None or bool(self._present)
+        if (join := self._scenario.event_round(index, "join")) is not None:
+            while self._present and self._round < join:
+                self._clock.wait(math.inf)
+            if not self._present:  # there is no peer to join
+                return
+        self._present.add(index)
+        self._take_part(index)
+        self._present.remove(index)
+        self._clock.notify_all()  # wakes peers that wait to join
 
     def _take_part(self, index: int) -> None:
         scenario = self._scenario
@@ -497,18 +456,12 @@ class _Simulation:
 
     def _evaluate(self) -> None:
         """Measure the held-out loss of the last round's model."""
+        tokens = sum(peer.loop.brought_steps for peer in self._peers.values())
+        tokens *= self._run.train.batch_size * self._run.data.sequence_length
         loss = held_out_loss(self._model.module, self._batches)
-        self._evaluations.append(Evaluation(self._round, self._tokens_per_peer(), loss))
+        self._evaluations.append(Evaluation(self._round, tokens // self._scenario.peers, loss))
         if self._on_evaluation is not None:
             self._on_evaluation(self._evaluations[-1])
-
-    @property
-    def _is_evaluated(self) -> bool:
-        return bool(self._evaluations) and self._evaluations[-1].round == self._round
-
-    def _tokens_per_peer(self) -> int:
-        steps = sum(peer.loop.brought_steps for peer in self._peers.values())
-        return steps * self._run.train.batch_size * self._run.data.sequence_length // self._scenario.peers
 
 
 def _of(values: T | list[T], peer: int) -> T:

@@ -15,11 +15,7 @@ from spes_p2p.sim.hub import Entry, Lie, MemoryHub
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, means_of
 from spes_p2p.swarm.bans import Bans
-from spes_p2p.swarm.certificate import (
-    KNOWN_ROUNDS,
-    Body,
-    known_peers,
-)
+from spes_p2p.swarm.certificate import KNOWN_ROUNDS, Body, known_peers
 from spes_p2p.swarm.exchange.fetch import ABSENT_SECONDS
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
@@ -128,15 +124,16 @@ class MemorySwarm:
         self._averaged = (result, attempt)
         received, sent = averaged_bytes(result, self.peer_id, self._encoding)
         self._averaged_bytes = self._averaged_bytes[0] + received, self._averaged_bytes[1] + sent
-        self._check_progress(contribution, result)
+        self._fruitless = 0 if SHARED in result.means else self._fruitless + 1
+        if self._fruitless >= MAX_FRUITLESS_ROUNDS:
+            raise SimulationError(
+                f"round {member.round + 1} was dropped {self._fruitless} times in a row: "
+                f"{result.dropped.get(SHARED, 'no peer trained a token')}; lower run.train.lr if the loss diverged, "
+                f"or see the attacks and events"
+            )
         return result
 
-    def decide(
-        self,
-        result: RoundResult,
-        digests: Mapping[VectorName, str],
-        ends_at: float,
-    ) -> Body | None:
+    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
         return self._hub.decide(self.peer_id, *self._open, result, digests, ends_at)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
@@ -153,16 +150,6 @@ class MemorySwarm:
 
     def leave(self) -> None:
         self._hub.leave(self.peer_id)
-
-    def _check_progress(self, contribution: Contribution, result: RoundResult) -> None:
-        is_fruitless = SHARED not in result.means
-        self._fruitless = self._fruitless + 1 if is_fruitless else 0
-        if self._fruitless >= MAX_FRUITLESS_ROUNDS:
-            raise SimulationError(
-                f"round {contribution.member.round + 1} was dropped {self._fruitless} times in a row: "
-                f"{result.dropped.get(SHARED, 'no peer trained a token')}; lower run.train.lr if the loss diverged, "
-                f"or see the attacks and events"
-            )
 
     def residuals(self) -> Mapping[str, PagedVector]:
         return self._encoding.feedback.residuals()
@@ -183,18 +170,14 @@ class MemorySwarm:
     # ------------------------------------------------------------------ versions
 
     def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
-        described = {name: self._describe(name, round, to_bytes(flat_N)) for name, flat_N in bundles.items()}
+        described: dict[VectorName, Version] = {}
+        for name, flat_N in bundles.items():
+            data = to_bytes(flat_N)
+            described[name] = Version(
+                run_id=self.run_id, name=name, round=round, digest=digest(data), num_bytes=data.nbytes
+            )
         self._keep({n: (described[n], self._hub.copy(flat_N, described[n].digest)) for n, flat_N in bundles.items()})
         return described
-
-    def _describe(self, name: str, round: int, data: memoryview) -> Version:
-        return Version(
-            run_id=self.run_id,
-            name=name,
-            round=round,
-            digest=digest(data),
-            num_bytes=data.nbytes,
-        )
 
     def versions(self) -> Mapping[str, Version]:
         return {name: version for name, (version, _) in self._mine.items()}

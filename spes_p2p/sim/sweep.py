@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
@@ -71,17 +68,13 @@ class SweepFile(Frozen):
     """Gaps between two variants, of which other variants close a share."""
 
 
-class VariantTitle(Frozen):
-    """A variant's title, as its settings hold it."""
-
+class Titled(Frozen):
     title: Title
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to train: its name in files and flags, its title in tables, and its scenarios by seed."""
+class Variant(NamedTuple):
+    """One way to train: its title in tables, and its scenarios by seed."""
 
-    name: str
     title: str
     scenarios: Mapping[int, Scenario]
 
@@ -142,14 +135,14 @@ def _variant(name: str, settings: Settings, file: SweepFile, path: Path) -> Vari
         if value is not None:
             raise ConfigError(f"{where}: {key}={value!r} is set by the sweep; list it under seeds instead")
     try:
-        title = VariantTitle(title=settings.get("title", name)).title
+        title = Titled(title=settings.get("title", name)).title
         scenarios = {
             seed: Scenario.model_validate(deep_merge(merged, {"seed": seed, "run": {"seed": seed}}))
             for seed in file.seeds
         }
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain(error, SCENARIO_EXAMPLE)}") from error
-    return Variant(name, title, scenarios)
+    return Variant(title, scenarios)
 
 
 def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,13 +153,6 @@ def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = deep_merge(old, value) if both else value  # type: ignore[arg-type]
     return merged
-
-
-def in_sweep_words(message: str) -> str:
-    """Replace a peer's flags in an error's message by the settings of a sweep."""
-    message = re.sub(r"--(text) (?:PATH \.\.\.|FILE)", r"base.\1", message)
-    message = re.sub(r"--(device) (\w+)", r"base.\1: \2", message)
-    return re.sub(r"--(text|device)\b", r"base.\1", message)
 
 
 # ---------------------------------------------------------------------- results
@@ -330,59 +316,13 @@ def write_file(file: Path, content: bytes) -> None:
 def stored_runs(sweep: Sweep, output: Path) -> dict[tuple[str, int], RunResult]:
     """Return the whole results in a folder whose settings are the sweep's."""
     stored = {}
-    for variant in sweep.variants.values():
+    for name, variant in sweep.variants.items():
         for seed, scenario in variant.scenarios.items():
             try:
-                result = RunResult.model_validate_json(result_file(output, variant.name, seed).read_bytes())
+                result = RunResult.model_validate_json(result_file(output, name, seed).read_bytes())
                 is_valid = Scenario.model_validate(result.scenario) == scenario  # a newer setting has its default there
             except (OSError, ValidationError):
                 continue
-            if is_valid and (result.variant, result.seed) == (variant.name, seed):
-                stored[variant.name, seed] = result
+            if is_valid and (result.variant, result.seed) == (name, seed):
+                stored[name, seed] = result
     return stored
-
-
-# ---------------------------------------------------------------------- over seeds
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A number measured with several seeds: its values by seed."""
-
-    values: Mapping[int, float]
-
-    @property
-    def mean(self) -> float:
-        return mean(self.values.values())
-
-    @property
-    def deviation(self) -> float | None:
-        """Sample standard deviation over seeds; None for a single seed, or if a value is not finite."""
-        values = list(self.values.values())
-        return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
-
-    def text(self, form: str) -> str:
-        """Return mean and deviation, each in a format such as ".1%"."""
-        deviation = "" if self.deviation is None else f" ± {self.deviation:{form}}"
-        return f"{self.mean:{form}}{deviation}"
-
-
-def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:
-    """Return the share of a gap that a variant closed, by seed; None if no seed has a value."""
-    shares: dict[int, float] = {}
-    for seed in [seed for name, seed in results if name == variant]:
-        solo, centralised = (results.get((name, seed)) for name in (gap.solo, gap.centralised))
-        if solo is not None and centralised is not None:
-            share = gap_closed(solo.loss, centralised.loss, results[variant, seed].loss)
-            shares |= {} if share is None else {seed: share}
-    return Spread(shares) if shares else None
-
-
-def gap_closed(solo: float, centralised: float, loss: float) -> float | None:
-    """Return (solo - loss) / (solo - centralised): below 0 is worse than solo, above 1 better than centralised.
-
-    Returns None if centralised is not better than solo, or a loss is not finite.
-    """
-    if not all(map(math.isfinite, (solo, centralised, loss))) or solo <= centralised:
-        return None
-    return (solo - loss) / (solo - centralised)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.commands.simulate import table
+from spes_p2p.commands.simulate import Spread, gap_spread, table
 from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.errors import ConfigError, SimulationError
 from spes_p2p.planner.memory import Setup, peer_memory
@@ -20,10 +20,7 @@ from spes_p2p.sim.simulator import SimulationResult, simulate
 from spes_p2p.sim.sweep import (
     Gap,
     RunResult,
-    Spread,
     Sweep,
-    gap_closed,
-    gap_spread,
     load_sweep,
     result_file,
     run_result,
@@ -216,8 +213,13 @@ def finished(sweep: Sweep, losses: Mapping[str, list[float]] = LOSSES) -> dict[t
         (5.0, 4.0, math.nan, None),
     ],
 )
-def test_the_gap_closed_is_the_share_of_the_way_to_centralised(solo, centralised, loss, share):
-    assert gap_closed(solo, centralised, loss) == share
+def test_the_gap_closed_is_the_share_of_the_way_to_centralised(tmp_path, solo, centralised, loss, share):
+    losses = {"solo": [solo], "central": [centralised], "ours": [loss]}
+    results = {
+        (name, 0): made_up(three_variants(tmp_path), name, 0, [9.0, *of_seed]) for name, of_seed in losses.items()
+    }
+    found = gap_spread(GAP, "ours", results)
+    assert (found.values if found else None) == (None if share is None else {0: share})
 
 
 def test_gaps_are_closed_seed_by_seed_where_all_three_have_finished(tmp_path):

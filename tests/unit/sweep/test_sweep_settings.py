@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from spes_p2p.cli import load_settings
-from spes_p2p.commands.simulate import SimulateConfig
+from spes_p2p.commands.simulate import SimulateConfig, in_sweep_words
 from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.sim.sweep import SCENARIO_EXAMPLE, deep_merge, in_sweep_words, load_sweep
+from spes_p2p.sim.sweep import SCENARIO_EXAMPLE, deep_merge, load_sweep
 from tests.unit.sweep.sweeps import PAIR, SOLO, made_up_sweep, write_sweep
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -91,7 +91,7 @@ def test_remedies_name_settings_of_a_sweep_and_no_flags_that_it_has_not(message,
         ),
         ({"variants": {"x": {"speeds": [1, 2, 0, 4]}}}, "variant x: speeds.2=0: ", "greater than"),
         ({"variants": {"x": {"run": {"train": 3}}}}, "run.train=3: input should be settings", "scenarios.yaml"),
-        ({"variants": {"x": {"peer_ids": ["a", "b", "c", "d"]}}}, "peer_ids holds 'a'", "leave peer_ids out"),
+        ({"variants": {"x": {"peer_ids": ["a", "b", "c", "d"]}}}, "peer_ids.0='a'", "at least 40 characters"),
         ({"variants": {"x": {"seed": 3}}}, "seed=3", "under seeds"),
         ({"variants": {"x": {"run": {"seed": 0}}}}, "run.seed=0", "under seeds"),
         ({"variants": {"x": {"run": 3}}, "base": {"run": {"train": {}}}}, "run=3", "scenarios.yaml"),
