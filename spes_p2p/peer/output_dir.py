@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,9 +14,7 @@ STARTING = ".starting"
 """In a directory until its first start has succeeded; the next start empties a directory that still holds it."""
 OURS = {"identity.key", "versions", "run.yaml", STARTING}
 """What marks an output directory as one that --overwrite may delete."""
-
-_held: set[int] = set()
-"""File descriptors of directories that are this process's own."""
+LOCK = ".lock"
 
 
 def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
@@ -55,51 +51,32 @@ def can_resume(directory: Path) -> bool:
 
 def _names(directory: Path) -> set[str]:
     try:
-        return {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+        return {path.name for path in directory.iterdir()} - {LOCK} if directory.is_dir() else set()
     except OSError as error:
         raise ConfigError(f"cannot read --output {directory}: {error.strerror}; name another") from error
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path, lock: str = ".") -> Iterator[None]:
-    """Keep other processes of ours out of a directory, for as long as this one lives.
+def alone_in(directory: Path, lock: str = LOCK) -> Iterator[None]:
+    """Keep other processes of ours out of a directory that is there, by a lock on a file in it, while this one lives.
 
-    Args:
-        directory: It is there.
-        lock: What is locked in it: by default the directory itself, else a file, made if absent.
+    A fork does not inherit it: a peer that is killed cannot end its forks, which would keep it.
 
     Raises:
-        ConfigError: another process has the lock.
+        ConfigError: another process has the lock, or the directory cannot be written.
     """
-    _forks_let_go()
-    held = os.open(directory / lock, os.O_RDONLY | os.O_CREAT * (lock != "."), 0o600)
-    _held.add(held)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            _lock(held, directory)
+        file = (directory / lock).open("ab")
+    except OSError as error:
+        raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: output-lock
+        except BlockingIOError as error:
+            raise ConfigError(f"--output {directory} is in use by another process; name another") from error
+        except OSError:
+            pass  # a file system without locks
         yield
-    finally:
-        _held.discard(held)
-        os.close(held)
-
-
-def _lock(held: int, directory: Path) -> None:
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: output-lock
-    except BlockingIOError as error:
-        raise ConfigError(f"--output {directory} is in use by another process; name another") from error
-
-
-@functools.cache
-def _forks_let_go() -> None:
-    """Have forks close a peer's directories: a peer that is killed cannot end its forks, which would keep the lock."""
-
-    def let_go() -> None:
-        for held in _held:
-            os.close(held)
-        _held.clear()
-
-    os.register_at_fork(after_in_child=let_go)
 
 
 @contextlib.contextmanager
@@ -115,7 +92,7 @@ def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
             directory.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone_in(directory))
             starting.touch()  # a start that is killed from here on leaves a directory that the next one takes
-            delete(path for path in list(directory.iterdir()) if path != starting)
+            delete(path for path in list(directory.iterdir()) if path.name not in (STARTING, LOCK))
         except OSError as error:
             raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error
         try:

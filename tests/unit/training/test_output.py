@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,32 @@ from spes_p2p.swarm.p2p.identity import Identity
 @pytest.mark.parametrize("first", [fresh_output, alone_in])
 def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: Path, first, second):
     """A resumed peer looks its versions over, and deletes what it does not know of."""
+
+    def start() -> str:
+        try:
+            with second(tmp_path):
+                return "it has started"
+        except ConfigError as error:
+            return str(error)
+
     with first(tmp_path) as keep:
         if keep is not None:
             keep()
         (tmp_path / "identity.key").touch()
-        with pytest.raises(ConfigError, match="in use by another process"), second(tmp_path):
-            raise AssertionError("it has started")
-        assert [path.name for path in tmp_path.iterdir()] == ["identity.key"]
-    with second(tmp_path):
-        pass
+        assert "in use by another process" in in_a_fork(start)
+        assert {path.name for path in tmp_path.iterdir()} == {"identity.key", ".lock"}
+    assert in_a_fork(start) == "it has started"
+
+
+def in_a_fork(work: Callable[[], str]) -> str:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=lambda: there.send(work()))
+    process.start()
+    try:
+        return here.recv() if here.poll(60) else "it hangs"
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_path: Path) -> None:
@@ -38,10 +56,10 @@ def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_
     for name in ("old", ".starting"):  # of a start that was killed
         (output / name).touch()
     with fresh_output(output) as keep:
-        assert [path.name for path in output.iterdir()] == [".starting"]
+        assert {path.name for path in output.iterdir()} == {".starting", ".lock"}
         (output / "identity.key").touch()
         keep()
-    assert [path.name for path in output.iterdir()] == ["identity.key"]
+    assert {path.name for path in output.iterdir()} == {"identity.key", ".lock"}
 
 
 def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
@@ -52,8 +70,8 @@ def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
         fork.start()
         assert lives.wait(60)
     try:
-        with alone_in(tmp_path):
-            assert fork.is_alive()
+        assert in_a_fork(lambda: alone_in(tmp_path).__enter__() or "it has the lock") == "it has the lock"
+        assert fork.is_alive()
     finally:
         fork.kill()
         fork.join()
