@@ -75,7 +75,6 @@ def decoders(folder: Path) -> list[Decoder]:
     manifest = Manifest(
         run_id=RUN,
         founder=me.peer_id,
-        init=2,
         software="0",
         config=RunConfig(),
         vocab_size=300,

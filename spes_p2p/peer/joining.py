@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -45,9 +45,8 @@ from spes_p2p.swarm.manifest import (
     Manifest,
     Revisions,
     check_founder,
-    check_newest,
+    check_kept,
     fetch_manifest,
-    find_manifests,
     guest_list,
     kept_revisions,
     publish_manifest,
@@ -80,21 +79,15 @@ LINK_FILE = "link"
 """In a peer's output: the run's link, there at the same time."""
 
 
-@dataclass(frozen=True)
-class Admission:
-    """What every rank must know once the leader has joined."""
+class Admission(NamedTuple):
+    """What every rank must know once the leader has joined: the run, its settings in force, the seed of its data."""
 
     manifest: Manifest
     run: RunConfig
-    """The run's settings in force."""
-    max_slots: int
     data_seed: int
-    found: Found | None
-    """The peer's checkpoint, after a restart."""
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What a peer has kept of its run since an earlier start; at its first start nothing."""
 
     manifest: Manifest | None = None
@@ -115,6 +108,7 @@ class Joined(NamedTuple):
     swarm: HivemindSwarm
     admission: Admission
     revisions: Revisions
+    max_slots: int
 
 
 @contextlib.contextmanager
@@ -137,7 +131,7 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[Joined]:
             swarm.links.learn_kind()
             log.info("this peer takes no calls; %s", swarm.links.told())
         manifest = _manifest(config, swarm, founded, kept.manifest)
-        yield _enter(config, swarm, manifest, kept.found, founds=founded is not None)
+        yield _enter(config, swarm, manifest, founds=founded is not None)
 
 
 @contextlib.contextmanager
@@ -271,7 +265,6 @@ def _manifest(
         manifest = Manifest(
             run_id=config.run_name,
             founder=swarm.peer_id,
-            init=2,
             software=spes_p2p.__version__,
             config=run,
             vocab_size=len(tokenizer),
@@ -283,13 +276,8 @@ def _manifest(
     if not config.initial_peers:
         assert kept is not None
         return kept
-    if kept is not None and kept.digest not in (found := find_manifests(swarm)):
-        raise JoinError(
-            f"--output {config.output} belongs to another run {config.run_id!r} (manifest {kept.digest[:12]}, "
-            f"the swarm's is {found[0][:12]}); name another --output"
-        )
     if kept is not None:
-        check_newest(swarm, kept)
+        check_kept(swarm, kept, config.output)
         return kept
     manifest, document = fetch_manifest(swarm, config.founder)
     ask_to_read(manifest, len(document), yes=config.yes, paths=config.shards)
@@ -316,9 +304,7 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
             raise ConfigError(f"identity {node.identity.path} is in use by another peer; give each its own")
 
 
-def _enter(
-    config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None, *, founds: bool
-) -> Joined:
+def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, founds: bool) -> Joined:
     """Check what this machine can do for the run, and begin with it."""
     run = manifest.config
     check_choices(config, run)
@@ -360,7 +346,7 @@ def _enter(
     _say_link(config, write_link(config.output, swarm, manifest), config.flags_of_others(run), founds=founds)
     if (data_seed := config.data_seed) is None:
         data_seed = int.from_bytes(hashlib.sha256(swarm.peer_id.encode()).digest()[:4], "big")
-    return Joined(swarm, Admission(manifest, revisions.run, max_slots, data_seed, found), revisions)
+    return Joined(swarm, Admission(manifest, revisions.run, data_seed), revisions, max_slots)
 
 
 def _say_what(swarm: HivemindSwarm, manifest: Manifest, size: ModelSize, max_slots: int, config: PeerConfig) -> None:

@@ -37,7 +37,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
-from spes_p2p.training.checkpoint import Saved, checkpoint_of
+from spes_p2p.training.checkpoint import Found, Saved, checkpoint_of
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.round import TrainingLoop
@@ -46,16 +46,12 @@ from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 LEAVING = "others fetch what only this peer has"
-CONTINUE = "the same command continues from here (`spes peer` with --resume)"
 
 
-def export_words(folder: Path) -> str:
-    """Return the command that writes the model of a peer's folder as a checkpoint."""
-    return f"spes export {shlex.quote(str(folder))}"
-
-
-def _model_so_far(folder: Path) -> str:
-    return f"; the model so far: {export_words(folder)}" if (folder / "checkpoint").is_dir() else ""
+def _going_on(folder: Path) -> str:
+    """Return how a peer that leaves goes on, and the command that writes the model so far as a checkpoint."""
+    words = f"; the model so far: spes export {shlex.quote(str(folder))}" if (folder / "checkpoint").is_dir() else ""
+    return f"the same command continues from here (`spes peer` with --resume){words}"
 
 
 def main(config: PeerConfig) -> int:
@@ -102,7 +98,7 @@ def run(
                 joined(config, own) as entered,
                 controls.watching(
                     entered.swarm.traffic,
-                    max_slots=entered.admission.max_slots,
+                    max_slots=entered.max_slots,
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
                 shown(config, entered.swarm, entered.revisions, controls) as page,
@@ -110,11 +106,11 @@ def run(
             ):
                 on_joined(entered.swarm.node.contacts())
                 try:
-                    _train(config, group, end, entered, keep or _nothing, page, controls)
+                    _train(config, group, end, entered, own.found, keep or _nothing, page, controls)
                 except KeyboardInterrupt:
                     if entered.swarm.watchdog.death and not end.is_asked:
                         raise
-                    log.info("leaving; %s%s", CONTINUE, _model_so_far(config.output))
+                    log.info("leaving; %s", _going_on(config.output))
                     return EXIT_INTERRUPTED
     return 0
 
@@ -149,12 +145,13 @@ def _train(
     ranks: Ranks,
     end: Termination,
     joined: Joined,
+    found: Found | None,
     keep_output: Callable[[], None],
     page: PeerPage | None,
     controls: Controls,
 ) -> None:
     """Train to the run's end. Until its data are read, a start may still fail."""
-    swarm, admission, revisions = joined
+    swarm, admission, revisions, max_slots = joined
     tell = page.say if page is not None else _nothing
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.close)
@@ -164,16 +161,16 @@ def _train(
         trainer, probe_BT1 = _trainer(config, ranks, admission)
         stack.callback(trainer.close)
         keep_output()
-        checkpoint, found = checkpoint_of(config.output, config), admission.found
+        checkpoint = checkpoint_of(config.output, config)
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
         run = _to_resume(config, admission.run, saved)
-        run_id, max_slots = admission.manifest.run_id, admission.max_slots
+        run_id = admission.manifest.run_id
         sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=max_slots, machine=config)
         if found is not None:
             sync.held.resume(found.state.slots)
         stack.callback(sync.held.leave)
         sync.amended = partial(_each_round, config, joined)
-        end.prepare(partial(_hand_over, sync, run.round), 2 * run.round.exchange_seconds)
+        end.prepare(partial(_hand_over, sync, run.round))
         has_version = SHARED in swarm.versions() or saved is not None
         initial = None if has_version else _initial(config, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
@@ -192,7 +189,7 @@ def _train(
                 return
             tell("leaving", LEAVING)
             end.hand_over()
-            log.info("finished as asked; %s%s", CONTINUE, _model_so_far(config.output))
+            log.info("finished as asked; %s", _going_on(config.output))
         except KeyboardInterrupt:
             if not swarm.watchdog.death:
                 tell("leaving", LEAVING)
@@ -256,7 +253,7 @@ def _source(config: PeerConfig, run: RunConfig, manifest: Manifest) -> tuple[Cal
 
 def _hand_over(sync: Synchroniser, rounds: RoundConfig, seconds: float) -> None:
     """Give the slots back, and leave once others have what only this peer has, or time is up."""
-    left = max(0.0, min(rounds.exchange_seconds, seconds))
+    left = min(rounds.exchange_seconds, seconds)
     log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", left)
     has_others = bool(sync.held.others())
     if (lacking := sync.held.hand_over(left)) and has_others:
@@ -273,4 +270,5 @@ def _serve_for_a_while(
     deadline, is_archived = time.monotonic() + seconds, False
     while time.monotonic() < deadline and not is_archived and not swarm.wait(1.0):
         is_archived = any(record.round >= last_round for record in swarm.read(Archived).values())  # type: ignore[attr-defined]
-    log.info("the run is finished%s", "" if is_archived else f"; its model: {export_words(config.output)}")
+    export = f"; its model: spes export {shlex.quote(str(config.output))}"
+    log.info("the run is finished%s", "" if is_archived else export)

@@ -61,8 +61,6 @@ class Manifest(BaseModel):
     founder: PeerId
     software: Software
     """The founder's version of spes_p2p."""
-    init: Literal[2]
-    """How the run's seed draws the first weights: 2, each tensor from a seed of its own. Earlier runs have none."""
     config: RunConfig
     vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: vocabulary-size
     """Size of the tokenizer's vocabulary."""
@@ -174,17 +172,21 @@ def _newest(swarm: HivemindSwarm, peers: Sequence[str], founder: str | None) -> 
     return newest, holders or peers
 
 
-def check_newest(swarm: HivemindSwarm, kept: Manifest) -> None:
-    """Check that the founder of a resumed peer's run has not founded it anew since.
+def check_kept(swarm: HivemindSwarm, kept: Manifest, output: Path) -> None:
+    """Check that the swarm's run is the one that a peer resumes in `output`, and was not founded anew since.
 
     Raises:
-        JoinError: peers offer a newer manifest of the same founder.
+        JoinError: it is another one, no peer knows it, or peers offer a newer manifest of the same founder.
     """
-    peers = [peer for peer in swarm.read(ManifestRecord) if peer != swarm.peer_id]
-    own = swarm.versions()[MANIFEST].round
-    if _newest(swarm, peers, kept.founder)[0] > own:  # guard: resumed-manifest
+    records = _find(swarm)
+    if _newest(swarm, list(records), kept.founder)[0] > swarm.versions()[MANIFEST].round:  # guard: resumed-manifest
         raise JoinError(
             f"{kept.founder} has founded run {kept.run_id!r} anew since this peer joined it; name another --output"
+        )
+    if kept.digest not in (digests := {record.digest for record in records.values()}):
+        raise JoinError(
+            f"--output {output} belongs to another run {kept.run_id!r} (manifest {kept.digest[:12]}, the swarm's is "
+            f"{min(digests)[:12]}); name another --output"
         )
 
 
@@ -236,11 +238,6 @@ def read_manifest(load: Callable[[str], bytes]) -> Manifest:
     except ExchangeError as error:
         raise JoinError(f"nothing to resume: {error}") from error
     except ValidationError as error:
-        if [(each["loc"], each["type"]) for each in error.errors()] == [(("init",), "missing")]:
-            raise JoinError(
-                "the run was founded by an older spes_p2p, which drew other first weights (its manifest has no init); "
-                "go on with the version that founded it, or found the run anew"
-            ) from error
         raise JoinError(f"manifest setting {problem_of(error)}; update spes_p2p, or join another run") from error
 
 
@@ -268,16 +265,8 @@ def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> Gu
     return guests
 
 
-def find_manifests(swarm: HivemindSwarm) -> list[str]:
-    """Return the digests that other peers declare for the run's manifest, most frequent first.
-
-    Raises:
-        JoinError: no peer knows the run.
-    """
-    return [digest for digest, _ in Counter(record.digest for record in _find(swarm).values()).most_common()]
-
-
 def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
+    """Return what other peers declare of the run's manifest, by peer id; wait a while for the first."""
     began, is_told = time.monotonic(), False
     while True:
         records = {peer: record for peer, record in swarm.read(ManifestRecord).items() if peer != swarm.peer_id}

@@ -208,7 +208,6 @@ def sound(people):
     manifest = Manifest(
         run_id="run",
         founder=people.alice.peer_id,
-        init=2,
         software="0.1",
         config=RunConfig(),
         vocab_size=300,

@@ -60,7 +60,6 @@ class PeerFolder:
         manifest = Manifest(
             run_id="run",
             founder=identity.peer_id,
-            init=2,
             software="test",
             config=self.run,
             vocab_size=self.vocab_size,

@@ -1,5 +1,6 @@
 """Whose run a newcomer takes part in, where strangers found others of the same name."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from spes_p2p.swarm.manifest import (
     MANIFEST,
     TOKENIZER,
     Manifest,
-    check_newest,
+    check_kept,
     declare_manifest,
     fetch_manifest,
     publish_manifest,
@@ -51,7 +52,6 @@ def found(swarm, tokenizer=b"the tokenizer", **settings):
     manifest = Manifest(
         run_id="run",
         founder=swarm.peer_id,
-        init=2,
         software="0",
         config=RunConfig(**settings),
         vocab_size=64,
@@ -127,7 +127,7 @@ def test_of_a_founders_manifests_the_newest_counts_whoever_offers_an_older_one(o
     founder.close()
     assert fetch_manifest(open_peer(), founder.peer_id) == (new, b"the new tokenizer")
     with pytest.raises(JoinError, match=f"{founder.peer_id} has founded run 'run' anew .* name another --output"):
-        check_newest(thief, old)
+        check_kept(thief, old, Path("output"))
 
 
 @pytest.mark.parametrize("names_founder", sample([True, False], [True]))  # full: another line of the same refusal

@@ -121,7 +121,6 @@ def swarm_of(tmp_path: Path, num_peers: int, total: int) -> Iterator[tuple[list[
         run_id="watched",
         founder=Identity(tmp_path / "peer-0" / "identity").peer_id,
         software="test",
-        init=2,
         config=run_config(total),
         vocab_size=len(tokenizer),
         tokenizer_digest=digest(document),

@@ -249,7 +249,6 @@ def travels(run: RunConfig, identity: Identity) -> None:
     manifest = Manifest(
         run_id="run",
         founder=identity.peer_id,
-        init=2,
         software="0",
         config=run,
         vocab_size=run.data.vocab_size,

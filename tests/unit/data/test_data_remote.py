@@ -323,7 +323,6 @@ def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
     manifest = Manifest(
         run_id="run",
         founder=founder,
-        init=2,
         software="0.1",
         config=RunConfig(data=data),
         vocab_size=300,

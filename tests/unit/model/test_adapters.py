@@ -349,7 +349,7 @@ def test_a_run_is_refused_whose_parts_contradict_each_other(folder: Path) -> Non
 
 
 def test_a_manifest_without_the_base_of_its_adapters_is_refused() -> None:
-    fields = {"run_id": "run", "founder": "Qm" + "1" * 44, "software": "0.1", "init": 2, "vocab_size": 300}
+    fields = {"run_id": "run", "founder": "Qm" + "1" * 44, "software": "0.1", "vocab_size": 300}
     manifest = fields | {"tokenizer_digest": "0" * 64, "config": {"adapter": {}}}
     with pytest.raises(ValidationError, match="the run trains adapters and names no base"):
         Manifest.model_validate(manifest)

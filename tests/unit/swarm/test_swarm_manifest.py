@@ -16,7 +16,6 @@ def document(**codecs):
     manifest = Manifest(
         run_id="run",
         founder=hashed_peer_id(b"founder"),
-        init=2,
         software="0",
         config=RunConfig(),
         vocab_size=64,
@@ -36,16 +35,6 @@ def test_a_manifest_is_read_as_its_founder_wrote_it():
 def test_a_codec_that_this_software_does_not_know_is_an_error_at_joining(group):
     with pytest.raises(JoinError, match=rf"config\.codecs\.{group}.*update spes_p2p"):
         read_manifest(lambda name: document(**{group: "int3"}))
-
-
-@pytest.mark.parametrize(
-    ("init", "said"), [(None, "founded by an older spes_p2p.*found the run anew"), (3, "init.*update")]
-)
-def test_a_run_whose_start_is_drawn_otherwise_is_refused(init, said):
-    fields = {**json.loads(document()), "init": init}
-    written = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
-    with pytest.raises(JoinError, match=said):
-        read_manifest(lambda name: written)
 
 
 def test_without_a_manifest_there_is_nothing_to_resume():

@@ -45,7 +45,6 @@ def manifest(founder) -> Manifest:
     return Manifest(
         run_id="run",
         founder=founder.peer_id,
-        init=2,
         software="0",
         config=settings(),
         vocab_size=64,
