@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0
 LEAST_BYTES_PER_SECOND = 250_000
-"""Rate below which a document is given up."""
+"""Rate below which the base is given up."""
 
 
 def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -> None:
@@ -48,7 +47,18 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
     if not lacking:
         return
     if source is None:
-        _fetch(swarm, manifest, layout, lacking)
+        run_id, sizes = manifest.run_id, {slot: layout.num_bytes(slot) for slot in lacking}
+        versions = [
+            Version(run_id=run_id, name=base_name(slot), round=0, digest=lacking[slot], num_bytes=num_bytes)
+            for slot, num_bytes in sizes.items()
+        ]
+        log.info("fetching the base of the adapters: %.1f MB", sum(sizes.values()) / 1e6)
+        peers = [peer for peer in swarm.read(ManifestRecord) if peer != swarm.peer_id]
+        timeout = WAIT_SECONDS + sum(sizes.values()) / LEAST_BYTES_PER_SECOND
+        for name, reason in swarm.exchange.pull(versions, peers, timeout=timeout).items():
+            raise AbsentError(
+                f"cannot fetch {name} of the run's base: {reason}; try again, or name your copy with --from"
+            )
         return
     with ExitStack() as stack:
         base = StartWeights(source, outline(run.model, manifest.vocab_size, run.data.sequence_length), stack)
@@ -60,21 +70,6 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
                     f"--from, and peers send the weights"
                 )
             swarm.publish_document(base_name(slot), document)
-
-
-def _fetch(swarm: HivemindSwarm, manifest: Manifest, layout: BaseLayout, lacking: Mapping[int | None, str]) -> None:
-    sizes = {slot: layout.num_bytes(slot) for slot in lacking}
-    log.info("fetching the base of the adapters: %.1f MB", sum(sizes.values()) / 1e6)
-    for slot, expected in lacking.items():
-        name, num_bytes = base_name(slot), sizes[slot]
-        peers = [peer for peer in swarm.read(ManifestRecord) if peer != swarm.peer_id]
-        version = Version(run_id=manifest.run_id, name=name, round=0, digest=expected, num_bytes=num_bytes)
-        timeout = WAIT_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
-        failures = swarm.exchange.pull([version], peers, timeout=timeout)
-        if reason := failures.get(name):
-            raise AbsentError(
-                f"cannot fetch {name} of the run's base: {reason}; try again, or name your copy with --from"
-            )
 
 
 def own_copy(start_from: Path | None) -> Path | None:

@@ -38,7 +38,6 @@ from spes_p2p.fs import write_atomic
 log = logging.getLogger(__name__)
 
 CONTROLS_FILE = "controls.yaml"
-"""In a peer's output: its wish, limits, rules and the day's traffic."""
 LOOK_SECONDS = 1.0
 """Pause between two looks at clock, battery and traffic."""
 PROGRAMS_SECONDS = 5.0
@@ -47,13 +46,7 @@ SAVE_SECONDS = 60.0
 """Pause between two writes of the day's traffic."""
 MAX_REST_SECONDS = 3600.0
 """Longest rest after a step; a step of a large model may take minutes."""
-HANDED_OVER = "; other peers may take its slots"
 SEE = "docs/controls.md"
-
-
-def local_now() -> datetime.datetime:
-    """Return the local time with its offset."""
-    return datetime.datetime.now().astimezone()
 
 
 class Controls:
@@ -65,7 +58,9 @@ class Controls:
         ConfigError: the folder's `controls.yaml` cannot be read or holds what does not fit.
     """
 
-    def __init__(self, output: Path, now: Callable[[], datetime.datetime] = local_now) -> None:
+    def __init__(
+        self, output: Path, now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now().astimezone()
+    ) -> None:
         self._file = output / CONTROLS_FILE
         self._kept = load(self._file)
         self._now = now
@@ -128,31 +123,25 @@ class Controls:
         kept = self._kept
         match verb:
             case "set":
-                limits = self._possible(changed(kept.limits, values))
+                limits, most = changed(kept.limits, values), self._max_slots
+                if most is not None and (limits.slots or 0) > most:
+                    raise ConfigError(
+                        f"slots={limits.slots} exceeds the {most} that the peer was started with; set at most that"
+                    )
                 return kept.model_copy(update={"limits": limits}), self._ending
             case "rules":
                 return kept.model_copy(update={"rules": changed(kept.rules, values)}), self._ending
             case "pause":
-                return kept.model_copy(update={"wish": "pause", "until": self._end_of(values)}), ""
+                if unknown := set(values) - {"for"}:
+                    raise ConfigError(f"pause takes no {min(unknown)[:40]!r}, but `for`: how long, as in 15m or 2h")
+                span = values.get("for")
+                until = None if span is None else self._now().timestamp() + duration(str(span))
+                return kept.model_copy(update={"wish": "pause", "until": until}), ""
             case "resume" | "finish" | "leave":
                 if values:
                     raise ConfigError(f"{verb} takes no {next(iter(values))}; leave it out")
                 return kept.model_copy(update={"wish": "run", "until": None}), "" if verb == "resume" else verb
         raise ConfigError(f"there is no verb {verb[:40]!r}; it is one of {', '.join(VERBS)}")
-
-    def _possible(self, limits: Limits) -> Limits:
-        if self._max_slots is not None and (limits.slots or 0) > self._max_slots:
-            raise ConfigError(
-                f"slots={limits.slots} exceeds the {self._max_slots} that the peer was started with; set at most that"
-            )
-        return limits
-
-    def _end_of(self, values: Mapping[str, Any]) -> float | None:
-        unknown = set(values) - {"for"}
-        if unknown:
-            raise ConfigError(f"pause takes no {min(unknown)[:40]!r}, but `for`: how long, as in 15m or 2h")
-        span = values.get("for")
-        return None if span is None else self._now().timestamp() + duration(str(span))
 
     def view(self) -> dict[str, Any]:
         """Return state, reason, wish, limits and rules as JSON's types."""
@@ -165,15 +154,10 @@ class Controls:
                 "rules": self._kept.rules.model_dump(mode="json"),
             }
 
-    @property
-    def stage(self) -> tuple[str, str]:
-        """What holds this peer, and why; "" twice while it trains."""
-        shown = self._effective
-        return (shown.state, self._reason()) if shown.state in ("paused", "finishing") else ("", "")
-
     def _reason(self) -> str:
         shown = self._effective
-        return f"{shown.reason}{HANDED_OVER if shown.state == 'paused' else ''}" or self._life or "it trains"
+        handed_over = "; other peers may take its slots" if shown.state == "paused" else ""
+        return shown.reason + handed_over or self._life or "it trains"
 
     # ------------------------------------------------------------------ the training
 

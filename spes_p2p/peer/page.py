@@ -118,20 +118,14 @@ class PeerPage:
             self._page.take(event)
             if event["kind"] == "membership" and event["change"] != "changed" and event["peer_id"] != own_id:
                 log.info("%s", in_words(event))
-        control = self._control(now)
-        self._state = replace(self._state, view=view, own=self._own(), control=control, link=self._link())
+        control = self._controls.view()
+        own, shown = self._own(control), control if self._page.is_loopback else {}
+        if shown and control["state"] != self._state.control.get("state", "training"):
+            self._page.take({"kind": "control", "time": now, "state": control["state"], "reason": control["reason"]})
+        self._state = replace(self._state, view=view, own=own, control=shown, link=self._link())
         self._page.show(self._state)
 
-    def _control(self, now: float) -> Mapping[str, Any]:
-        """Return what this machine's owner has asked, where the page may show it; tell the page what has changed."""
-        if not self._page.is_loopback:
-            return {}
-        control = self._controls.view()
-        if control["state"] != self._state.control.get("state", "training"):
-            self._page.take({"kind": "control", "time": now, "state": control["state"], "reason": control["reason"]})
-        return control
-
-    def _own(self) -> Own:
+    def _own(self, control: Mapping[str, Any]) -> Own:
         now, watchdog = time.monotonic(), self._swarm.watchdog
         if now - self._slow_at >= SLOW_SECONDS:
             self._memory = _memory_bytes()
@@ -139,8 +133,8 @@ class PeerPage:
             self._slow_at = now
         received, sent = self._swarm.traffic()
         stage, why = self._stage, self._why
-        if stage != "leaving" and self._controls.stage[0]:
-            stage, why = self._controls.stage
+        if stage != "leaving" and control["state"] in ("paused", "finishing"):
+            stage, why = control["state"], control["reason"]
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
         calls = f"calls others only; {self._swarm.links.told()}" if self._swarm.node.client_mode else "yes"

@@ -90,15 +90,9 @@ def start_again(port: int | None = None) -> NoReturn:
 
 def resuming_words(words: Sequence[str], port: int | None) -> list[str]:
     """Return a command line that goes on with what this one has begun, at the port that others know."""
-    kept: list[str] = []
-    drops_next = False
-    for word in words:
-        if drops_next:
-            drops_next = False
-        elif word in WITH_VALUE:
-            drops_next = True
-        elif word.split("=")[0] not in (*WITH_VALUE, *SWITCHES):
-            kept.append(word)
+    dropped = {*WITH_VALUE, *SWITCHES}
+    after = zip(words, ["", *words], strict=False)
+    kept = [word for word, before in after if word.split("=")[0] not in dropped and before not in WITH_VALUE]
     if port is not None:
         kept += ["--port", str(port)]
         if not any(word.split("=")[0] == "--seed-seconds" for word in words):

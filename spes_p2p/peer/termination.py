@@ -16,7 +16,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
 
 from spes_p2p.cli import EXIT_INTERRUPTED, Terminated
 
@@ -51,7 +50,6 @@ class Termination:
         self._is_noticed = False
         self._due = math.inf
         self._hand_over: Callable[[float], None] | None = None
-        self._seconds = 0.0
         self._begins = threading.Lock()
         self._is_handed_over = threading.Event()
 
@@ -64,33 +62,30 @@ class Termination:
         threading.Thread(target=self._watch, name="termination", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.is_asked:  # else the watch lasts until this process has ended
             signal.signal(signal.SIGTERM, self._handler)
             signal.set_wakeup_fd(self._wakeup)
             os.write(self._write, STOP)
 
-    def prepare(self, hand_over: Callable[[float], None], seconds: float) -> None:
-        """Set how this peer hands over, in the seconds that it is given, `seconds` at most."""
+    def prepare(self, hand_over: Callable[[float], None]) -> None:
+        """Set how this peer hands over, in the seconds that it is given."""
         self._hand_over = hand_over
-        self._seconds = seconds
 
     def hand_over(self) -> None:
         """Hand over once; return at the end of it, in whichever thread it goes on."""
         if self._hand_over is None:
             return
-        left = self._due - time.monotonic()
+        left = max(0.0, self._due - time.monotonic())
         if not self._begins.acquire(blocking=False):
-            self._is_handed_over.wait(max(0.0, min(self._seconds, left)))
+            self._is_handed_over.wait(min(left, threading.TIMEOUT_MAX))
             return
         try:
-            self._hand_over(max(0.0, min(self._seconds, left - min(CLOSE_SECONDS, self._grace / 4))))
+            self._hand_over(max(0.0, left - min(CLOSE_SECONDS, self._grace / 4)))
         finally:
             self._is_handed_over.set()
 
-    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+    def _interrupt(self, *_: object) -> None:
         is_first = not self._is_noticed
         self.is_asked = self._is_noticed = True
         if self._is_leader and is_first:

@@ -75,7 +75,7 @@ class Process:
 def test_a_hung_main_thread_does_not_keep_the_slots():
     process = Process("""
         with Termination(8.0) as end:
-            end.prepare(hand_over, 100.0)
+            end.prepare(hand_over)
             hang("ready")
     """)
     process.terminate()
@@ -96,7 +96,7 @@ def test_a_process_that_hangs_before_it_has_slots_ends_within_its_grace():
 def test_a_running_main_thread_hands_over_itself_and_once(after):
     process = Process(f"""
         with Termination(6.0) as end:
-            end.prepare(hand_over, 1.0)  # far less than the grace has left, on a loaded machine too
+            end.prepare(lambda seconds: hand_over(min(seconds, 1.0)))  # far less than the grace has left
             try:
                 say("ready")
                 time.sleep(1000)
@@ -117,7 +117,7 @@ def test_a_hand_over_that_hangs_ends_with_the_grace_and_at_once_with_a_second_si
     for grace, times in ((4.0, 1), (1000.0, 2)):
         process = Process(f"""
             with Termination({grace}) as end:
-                end.prepare(lambda seconds: hang(), 1000.0)
+                end.prepare(lambda seconds: hang())
                 try:
                     say("ready")
                     time.sleep(1000)
@@ -131,7 +131,7 @@ def test_a_hand_over_that_hangs_ends_with_the_grace_and_at_once_with_a_second_si
 def test_sigterms_of_a_scheduler_and_of_its_batch_script_are_one():
     process = Process("""
         with Termination(1000.0) as end:
-            end.prepare(lambda seconds: time.sleep(5.0) or hand_over(seconds), 1000.0)
+            end.prepare(lambda seconds: time.sleep(5.0) or hand_over(seconds))
             try:
                 say("ready")
                 time.sleep(1000)
