@@ -1,19 +1,23 @@
 """What a swarm's `metrics.jsonl` says about its pace and about where its time went.
 
+    .venv/bin/python -m benchmarks.accounts runs/local
+
 Counted are the complete rounds from the second to the last. A report has durations, not times, and the first round's
 contain the peer's start-up (starting the process, meeting the others, calibrating), which is no part of a round.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 from spes_p2p.errors import DataError
-from spes_p2p.monitor.events import read_events
+from spes_p2p.monitor.events import METRICS_FILE, read_events, replay
 from spes_p2p.monitor.view import PHASES, SwarmView, phase_seconds, wall_seconds
+from spes_p2p.presentation import say
 from spes_p2p.swarm.records import Metrics
 
 
@@ -107,3 +111,9 @@ def local_steps(view: SwarmView, tokens_per_step: int) -> list[int]:
 
 def _tokens_of(view: SwarmView, number: int) -> Iterable[int]:
     return [report.tokens for (known, _), report in view.reports.items() if known == number]
+
+
+if __name__ == "__main__":
+    for folder in map(Path, sys.argv[1:]):
+        view, _ = replay(folder / METRICS_FILE)
+        say(f"{folder}: wall time not training {account(view).not_training:.1%}")

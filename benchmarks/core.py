@@ -1,0 +1,191 @@
+"""The core's redesign in one table: what it took out, and what a round costs beside the code before it.
+
+    .venv/bin/python -m benchmarks.core [--only links processor ...] [--before DIR]
+
+Each part is another benchmark's command. `--before` names a clone of an earlier commit with an environment of its own:
+parts whose figures depend on the machine are run there too, right before. What a part printed is kept in
+benchmarks/results/core.json, so the table shows what was measured last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks.cluster import ROOT
+from benchmarks.machine import Circumstances, load_average
+from benchmarks.tables import HEAD, Row, markdown_table
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig
+from spes_p2p.presentation import say
+
+RESULTS = ROOT / "benchmarks" / "results" / "core.json"
+SIMULATE = "-m spes_p2p simulate benchmarks/default_model.yaml --output"
+Part = Literal[
+    "house",
+    "windows",
+    "newcomer",
+    "kills",
+    "orphans",
+    "losses",
+    "links",
+    "sizes",
+    "joiners",
+    "processor",
+    "experiment",
+    "simulator",
+    "plans",
+]
+PARTS: dict[Part, str] = {
+    "house": "-m benchmarks.house",
+    "windows": "-m benchmarks.at_most_once",
+    "newcomer": "benchmarks/newcomer.py",
+    "kills": "benchmarks/elastic.py --only kills --repeats 12",
+    "orphans": "benchmarks/elastic.py --only claims",
+    "losses": f"{SIMULATE} runs/default_model",
+    "links": "benchmarks/network.py --only rounds low_bits",
+    "sizes": "benchmarks/network.py --only scaling",
+    "joiners": "benchmarks/network.py --only joiners",
+    "processor": "benchmarks/real_size.py --only processor",
+    "experiment": "-m benchmarks.accounts runs/local",
+    "simulator": "benchmarks/simulator_speed.py",
+    "plans": "-m spes_p2p plan --config",
+}
+"""The arguments of Python that measure each part."""
+TIMED = {"losses", "links", "sizes", "joiners", "processor", "simulator", "plans"}
+"""Parts that are measured in the earlier code, too."""
+SHIPPED = (
+    "spes_1b",
+    "spes_2b",
+    "spes_7b",
+    "spes_9b",
+    "home_1b",
+    "home_7b",
+    "tune_1b",
+    "tune_2b",
+    "tune_9b",
+    "tune_30b",
+)
+"""Configurations whose traffic is planned."""
+
+
+class Figure(NamedTuple):
+    """A number that a part prints: the first that its pattern's group finds in the output.
+
+    Attributes:
+        part: Which prints it.
+        what: Its name in the table.
+        pattern: Where it stands.
+        bound: What to reach.
+        is_least: Whether the bound is the least value, and not the most.
+    """
+
+    part: Part
+    what: str
+    pattern: str
+    bound: float | None
+    is_least: bool = False
+
+    def read(self, text: str) -> float | None:
+        """Return the number; None if the output has none."""
+        found = re.search(self.pattern, text)
+        return float(found[1].replace(",", "")) if found else None
+
+
+ROW, LINES = r"[^\n]*?", r"(?:.*\n)*?"
+FIGURES = (
+    Figure("house", "lines: swarm + training + peer + sim", r"training, peer, sim \| ([\d,]+)", 17_500),
+    Figure("house", "calls of `from_leader`", r"from_leader` \| (\d+)", 0),
+    Figure("house", "tests of `sync` for None", r"`sync` for None \| (\d+)", 0),
+    Figure("house", "functions that pull versions", r"pull versions \| (\d+)", 1),
+    Figure("kills", "certified versions lost to SIGKILL, newest code", rf"newest code{ROW}(\d+) of", 0),
+    Figure("kills", "- kills", rf"newest code{ROW}in (\d+) kills", 100, True),
+    Figure("orphans", "an orphan has a holder again, p50, s", rf"orphaned slot{ROW}p99\s+(\d+) /", 30),
+    Figure("orphans", "- p99, s", rf"orphaned slot{ROW}p99\s+\d+ / (\d+)", 60),
+    Figure("links", "4 peers, 100 Mbit/s, 40 ms, fp32: x floor", rf"exchange{ROW}([\d.]+) x", 1.25),
+    Figure("links", "- int8: x floor", rf"int8{ROW}([\d.]+) x", None),
+    Figure("links", "- int4: x floor", rf"int4{ROW}([\d.]+) x", 1.8),
+    Figure("sizes", "16 peers over 4, at equal bytes", r"at equal bytes\s+([\d.]+)", 1.4),
+    Figure("joiners", "a round beside eight joiners, %", r"undisturbed, median of pairs\s+\+?(-?\d+)%", 6),
+    Figure("newcomer", "downloaded over needed, one of three slow", r"one slow  ([\d.]+)", 1.02),
+    Figure("newcomer", "- one slow, one lying", r"one lying  ([\d.]+)", 1.1),
+    Figure("processor", "processor seconds of a round besides training, per 1e9", r"0.27B\s+([\d.]+) s", 25),
+    Figure("losses", "held-out loss of the default model, equal steps", r"four peers\D+\d of \d\D+([\d.]+)", None),
+    Figure("losses", "- sample standard deviation over three seeds", rf"four peers{ROW}± ([\d.]+)", None),
+    Figure("experiment", "local experiment, wall time not training, %", r"not training\s+([\d.]+)", 24),
+    Figure("windows", "windows of an epoch that a steady four trains", r"twice: ([\d.]+)", 0.8, True),
+    Figure("windows", "- twice", r"twice: [\d.]+; (\d+)", 0),
+    Figure("simulator", "simulator's speed, of plain training", r"median of \d+ pairs: ratio ([\d.]+)", 0.8, True),
+    *(
+        Figure("plans", f"GB a round, up, by plan: {name}", rf"{name}\n(?:.*\n)*?  = in all\s+([\d.]+)", None)
+        for name in SHIPPED
+    ),
+)
+
+
+class CoreConfig(CommandConfig):
+    """The core's figures."""
+
+    model_config = SettingsConfigDict(cli_prog_name="core.py")
+
+    only: list[Part] | None = None
+    """Parts to measure now; by default none, and the table shows what is on record."""
+    before: Path | None = None
+    """Clone of an earlier commit, with its `.venv`."""
+
+
+def main(config: CoreConfig) -> int:
+    """Measure the parts asked for, and print the table; return 1 if a bound is missed."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for part in config.only or ():
+        load = load_average()
+        earlier = config.before if part in TIMED else None
+        before = run(part, earlier.resolve()) if earlier else kept.get(part, {}).get("before", "")
+        text = run(part, ROOT)
+        kept[part] = {"now": text, "before": before, "circumstances": asdict(Circumstances.now(load, PARTS[part]))}
+        RESULTS.write_text(json.dumps({name: kept[name] for name in PARTS if name in kept}, indent=1) + "\n")
+    rows = [row_of(figure, kept.get(figure.part, {})) for figure in FIGURES]
+    say(markdown_table(HEAD, [row.cells for row in rows]))
+    for part, each in kept.items():
+        where = each["circumstances"]
+        say(f"{part}: {where['date']}, {where['commit']}, load before {where['load_before']:.1f}, {where['cpu']}")
+    return 0 if all(row.is_reached is not False for row in rows) else 1
+
+
+def run(part: Part, tree: Path) -> str:
+    """Return what a part's command prints in a checkout."""
+    python = tree / ".venv" / "bin" / "python"
+    words = [str(python), *PARTS[part].split()]
+    if part == "losses":  # earlier code lacks the study
+        words = [*words[:-3], str(ROOT / "benchmarks" / "default_model.yaml"), *words[-2:]]
+    commands = [[*words, f"configs/{name}.yaml"] for name in SHIPPED] if part == "plans" else [words]
+    printed = ""
+    for command in commands:
+        say(f"{part}: {' '.join(command)}")
+        ended = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+        printed += f"{command[-1].removesuffix('.yaml')}\n{ended.stdout}"
+        printed += ended.stderr[-2_000:] if ended.returncode not in (0, 1) else ""
+    return printed
+
+
+def row_of(figure: Figure, kept: dict[str, str]) -> Row:
+    """Return a figure beside its bound, and what it was before."""
+    value = figure.read(kept.get("now", ""))
+    if value is None:
+        return Row(figure.what, "not measured", "" if figure.bound is None else f"{figure.bound:,g}", False)
+    earlier = figure.read(kept.get("before", ""))
+    told = f"{value:,g}" + ("" if earlier is None else f" (before: {earlier:,g})")
+    if figure.bound is None:
+        return Row(figure.what, told)
+    is_reached = value >= figure.bound if figure.is_least else value <= figure.bound
+    return Row(figure.what, told, f"{figure.bound:,g}", is_reached)
+
+
+if __name__ == "__main__":
+    entry_point(CoreConfig, main)
