@@ -33,7 +33,6 @@ from spes_p2p.presentation import say
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import build_trainer
 from spes_p2p.training.checkpoint import PeerState, checkpoint_of
@@ -124,8 +123,7 @@ class Peer:
     def __init__(self, config: CheckpointingConfig, folder: Path) -> None:
         self._config = config
         self._run = config.run
-        self._identity = Identity(folder / "key")
-        self._store = VersionStore(folder / "versions", RUN_ID)
+        self._store = VersionStore(folder / "versions")
         self._checkpoint = checkpoint_of(folder)
         self._trainer = _trainer(config)
         self._sizes = Anchors(self._run, {kind: layout.numel for kind, layout in self._trainer.layouts.items()})
@@ -164,7 +162,7 @@ class Peer:
         items = {}
         for name, numel in numels.items():
             data = to_bytes(torch.randn(numel))
-            items[name] = Version.sign(self._identity, RUN_ID, name, self._round, data), data
+            items[name] = Version.of(name, self._round, data), data
         self._store.add(items)
 
     def _save(self) -> None:

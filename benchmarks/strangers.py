@@ -156,8 +156,6 @@ def downloads(bench: Bench) -> Iterator[Row]:
     kinds = ", ".join(f"{count} in {kind}" for kind, count in sorted(flips.refused.items()))
     measured = f"{unnamed} of {flips.refused.total() + unnamed:,} ({kinds})"
     yield Row("- refused without naming their sender", measured, "0", not unnamed)
-    if flips.harmless:
-        yield Row("- of bits that mean nothing: loaded as its author signed it", f"{flips.harmless.total()}")
 
 
 def guards(bench: Bench) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from spes_p2p.data.conversations import probe_records
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.averaging.matchmaking import read_roster
 from spes_p2p.swarm.certificate import genesis
-from spes_p2p.swarm.exchange.protocol import Question
+from spes_p2p.swarm.exchange.protocol import Inventory, Question
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
 from spes_p2p.swarm.manifest import Manifest, read_manifest
@@ -43,7 +43,7 @@ def records(peer_id: str) -> list[Record]:
     other: dict[str, Any] = {"loss": 1.0, "tokens_per_second": 1.0, "slots": (1,), "shared_digest": "0" * 16}
     traffic = {"bytes_in": 1, "bytes_out": 1, "round": 3}
     return [
-        ManifestRecord(peer_id=peer_id, digest="0" * 64, num_bytes=1000),
+        ManifestRecord(peer_id=peer_id, digest="0" * 64),
         Claim(peer_id=peer_id, state="active", slots=(1, 2), max_slots=4, since=1.0),
         Progress(peer_id=peer_id, round=3, ends_at=1e9),
         Metrics.model_validate({"peer_id": peer_id, **counts, **seconds, **other, **traffic}),
@@ -59,7 +59,7 @@ def decoders(folder: Path) -> list[Decoder]:
         folder: Takes the key with which seeds are signed.
     """
     me = Identity(folder / "key")
-    version = Version.sign(me, RUN, "manifest", 3, b"0" * 28)
+    version = Version.of("slot-1", 3, b"0" * 28)
     member = Member(
         peer_id=me.peer_id,
         round=3,
@@ -79,6 +79,7 @@ def decoders(folder: Path) -> list[Decoder]:
         config=RunConfig(),
         vocab_size=300,
         tokenizer_digest="0" * 64,
+        tokenizer_bytes=100,
     )
     state = encode_state(PeerState(RUN, 3, (1,), 10, 1000, {"seed": 1}, (version,)), "0" * 64)
     entry = member.model_dump_json()
@@ -90,8 +91,8 @@ def decoders(folder: Path) -> list[Decoder]:
     return [
         *found,
         Decoder("roster entry", functools.partial(Member.decode, me.peer_id), refusals, [json.loads(entry)]),
-        Decoder("version", lambda data: Version.verify(data, RUN), refusals, [_json(version)]),
-        Decoder("question", Question.parse, refusals, [{"name": "slot-1"}]),
+        Decoder("inventory", Inventory.parse, refusals, [_json(Inventory(versions=(version,)))]),
+        Decoder("question", Question.parse, refusals, [{"document": "manifest"}]),
         Decoder("introduction", _Told.parse, refusals, [{"peer": me.peer_id, "address": "/ip4/1.2.3.4/udp/5/quic-v1"}]),
         Decoder("manifest", lambda data: read_manifest(lambda _: data), refusals, [json.loads(manifest.encode())]),
         Decoder("checkpoint", lambda data: decode_state(data, RUN), (SpesError, ValueError), [json.loads(state)]),

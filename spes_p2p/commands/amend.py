@@ -20,16 +20,8 @@ from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.chain import ChainFile
 from spes_p2p.swarm.consensus import CERTIFICATES
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
-from spes_p2p.swarm.exchange.versions import REVISION, Version
-from spes_p2p.swarm.manifest import (
-    MAX_BYTES,
-    REVISION_FILE,
-    ROOM_ROUNDS,
-    Manifest,
-    check_moment,
-    kept_revisions,
-    revised,
-)
+from spes_p2p.swarm.exchange.protocol import MAX_DOCUMENT_BYTES
+from spes_p2p.swarm.manifest import REVISION_FILE, ROOM_ROUNDS, Manifest, check_moment, kept_revisions
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 
 
@@ -43,9 +35,13 @@ def main(config: AmendConfig) -> int:
     source, file = ModelFolder(config.folder), config.folder / REVISION_FILE
     manifest, founder = source.manifest, _founder(config, source.manifest)
     last = ChainFile(config.folder / CONSENSUS / CERTIFICATES, manifest.genesis(), IdentityKeys(founder)).load().last
-    newest = kept_revisions(manifest, source.document, file)[-1]
-    named = last.revision
-    in_force = revised(source.document(REVISION, named.digest), manifest).config if named.number else manifest.config
+    kept = {each.digest: each for each in kept_revisions(manifest, source.document, file)}
+    newest, named = list(kept.values())[-1], last.revision
+    if named.number and named.digest not in kept:
+        raise ConfigError(
+            f"{config.folder} lacks revision {named.number}, which is in force; name another peer's folder"
+        )
+    in_force = kept[named.digest].config if named.number else manifest.config
     new = changed(newest.config, config.run or RunConfig())
     check_changes(in_force, new)
     if new.round.total <= last.round:
@@ -55,13 +51,12 @@ def main(config: AmendConfig) -> int:
     check_moment(in_force, new, last, ROOM_ROUNDS)
     number = max(named.number, newest.revision) + 1
     fields = {"config": new, "revision": number, "founding": manifest.digest}
-    document = manifest.model_copy(update=fields).encode()
-    if len(document) > MAX_BYTES[REVISION]:
-        raise ConfigError(f"the changed manifest has {len(document)} bytes, at most {MAX_BYTES[REVISION]}")
-    version = Version.sign(founder, manifest.run_id, REVISION, number, document)
+    document = manifest.model_copy(update=fields).sign(founder).encode()
+    if len(document) > MAX_DOCUMENT_BYTES:
+        raise ConfigError(f"the changed manifest has {len(document)} bytes, at most {MAX_DOCUMENT_BYTES}")
     try:
         with write_atomic(file) as stream:
-            stream.write(version.model_dump_json().encode() + b"\n" + document)
+            stream.write(document)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}; name another folder of a peer") from error
     _say(number, in_force, new, last)

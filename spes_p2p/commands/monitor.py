@@ -45,7 +45,7 @@ from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import say
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import MANIFEST, Manifest, Revisions, fetch_manifest, guest_list
+from spes_p2p.swarm.manifest import Manifest, Revisions, fetch_manifest, guest_list, kept_manifest
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
@@ -141,7 +141,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
             if settings.console != "none":
                 say(f"page: {page.address}")
             log.info("page: %s", page.address)
-        seen = swarm.versions().get(MANIFEST) if settings.resume else None  # of which it has asked before
+        seen = kept_manifest(swarm) if settings.resume else None  # of which it has asked before
         manifest, document = fetch_manifest(swarm, settings.founder)
         asked = seen is not None and seen.digest == manifest.digest
         reads_data = settings.held_out_sequences > 0

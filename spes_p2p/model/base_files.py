@@ -119,7 +119,7 @@ class BaseFiles:
         Raises:
             DataError: the document is missing or damaged.
         """
-        path = self._folder / f"{base_name(slot)}.{self._digests[slot]}.bin"
+        path = self._folder / f"{base_name(slot)}.0.{self._digests[slot]}.bin"
         hasher = BlockHasher()
         try:
             with path.open("rb") as file:

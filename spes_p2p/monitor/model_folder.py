@@ -27,7 +27,7 @@ from spes_p2p.codecs.vectors import BlockHasher, Layout, digest, digest_of
 from spes_p2p.config import RunConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.tokenizer import write_tokenizer_settings
-from spes_p2p.errors import ConfigError, DataError, ExchangeError, RecordError
+from spes_p2p.errors import ConfigError, DataError, ExchangeError
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, encode_base, local_base
 from spes_p2p.model.build import outline
@@ -40,9 +40,9 @@ from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import printable, problem_of
 from spes_p2p.swarm.chain import Link
 from spes_p2p.swarm.consensus import CERTIFICATES, FOLDER
-from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, read_index
-from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.manifest import REVISION_FILE, TOKENIZER, Manifest, kept_revisions, read_manifest
+from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, versions_in
+from spes_p2p.swarm.exchange.versions import MANIFEST, TOKENIZER, Version
+from spes_p2p.swarm.manifest import REVISION_FILE, Manifest, kept_revisions, read_manifest
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import outline_of
@@ -118,19 +118,21 @@ class ModelFolder:
         run_id = _run_of(folder)
         states = checkpoint_of(folder).states(run_id)
         self.tokens = {state.round: state.total_tokens for state in reversed(states.values())}
-        self._sources = [*_stored(folder, run_id), *(_files(where, state.versions) for where, state in states.items())]
+        self._sources = [*_stored(folder), *(_files(where, state.versions) for where, state in states.items())]
         self.manifest: Manifest = read_manifest(self.document)
 
-    def document(self, name: str, sha256: str = "") -> bytes:
-        """Return the verified bytes of the manifest, the tokenizer, or of the revision with a digest.
+    def document(self, name: str, *, before: bool = False) -> bytes:
+        """Return the verified bytes of the manifest, the tokenizer, or of the newest revision or the one before it.
 
         Raises:
             ExchangeError: no undamaged one is here.
         """
-        found = (source[name] for source in self._sources if name in source)
-        for version, file in (each for each in found if sha256 in ("", each.version.digest)):
+        found: dict[str, bytes] = {}
+        for version, file in (source[name] for source in self._sources if name in source):
             if file.is_file() and digest(data := file.read_bytes()) == version.digest:
-                return data
+                found[version.digest] = data
+                if len(found) > before:
+                    return data
         raise ExchangeError(f"{self.folder} has no undamaged {name}; export from another peer's folder")
 
     @property
@@ -280,7 +282,11 @@ def _export(
 
         slots = {name.slot: each.version.round for name, each in chosen.items() if name.slot is not None}
         stale = {slot: number for slot, number in slots.items() if number != round}
-        kept = [name.slot for name, each in chosen.items() if name.slot is not None and each.version.codec != "fp32"]
+        kept = [
+            name.slot
+            for name, each in chosen.items()
+            if name.slot is not None and VectorName(each.version.name).is_kept
+        ]
         num_params = sum(layouts[name.kind].numel for name in chosen)
         kind: Literal["model", "adapter", "merged"] = "model"
         if run.adapter is not None:
@@ -349,36 +355,20 @@ class _Tokenizer:
 
 def _run_of(folder: Path) -> str:
     """Return the name of the run that a folder belongs to."""
-    texts = [path.read_bytes() for path in sorted((folder / "checkpoint").glob(f"*/{STATE}"))]
-    if (folder / VERSIONS).is_dir():
+    files = [*sorted((folder / "checkpoint").glob(f"*/{STATE}")), *(folder / VERSIONS).glob(f"{MANIFEST}.*.bin")]
+    for file in files:
         try:
-            texts += read_index(folder / VERSIONS)
-        except ExchangeError as error:
-            log.warning("%s; looking into the checkpoints", error)
-    for text in texts:
-        try:
-            return str(json.loads(text)["run_id"])
+            return str(json.loads(file.read_bytes())["run_id"])
         except (ValueError, KeyError, TypeError):
-            continue  # a damaged state, which is reported when it is verified
+            continue  # a damaged file, which is reported when it is verified
     raise DataError(f"{folder} is no folder of a peer or a monitor; name what their --output names")
 
 
-def _stored(folder: Path, run_id: str) -> list[Source]:
+def _stored(folder: Path) -> list[Source]:
     """Return a store's newest versions, and those before them."""
-    try:
-        versions = [Version.verify(line, run_id) for line in read_index(folder / VERSIONS)]
-    except (ExchangeError, RecordError) as error:
-        log.warning("the index of %s cannot be used: %s; taking the checkpoints", folder / VERSIONS, error)
-        return []
-    by_name: dict[str, list[Version]] = {}
-    for version in versions:
-        if (folder / VERSIONS / file_name(version)).exists():
-            older = [each for each in by_name.get(version.name, ()) if each.digest != version.digest]
-            by_name[version.name] = [version, *older]
-    depth = max(map(len, by_name.values()), default=0)
-    return [
-        _files(folder / VERSIONS, (kept[age] for kept in by_name.values() if age < len(kept))) for age in range(depth)
-    ]
+    kept = versions_in(folder / VERSIONS).values()
+    depth = max(map(len, kept), default=0)
+    return [_files(folder / VERSIONS, (each[age] for each in kept if age < len(each))) for age in range(depth)]
 
 
 def _files(folder: Path, versions: Iterable[Version]) -> dict[str, OnDisk]:
@@ -389,7 +379,7 @@ def _files(folder: Path, versions: Iterable[Version]) -> dict[str, OnDisk]:
 def _preference(each: OnDisk, round: int, of_base: OnDisk | None) -> tuple[bool, bool, bool, bool, int]:
     """Rank a slot's versions: in fp32 of the round, of the round, used with it, older than it, near to it."""
     number = each.version.round
-    is_exact = number == round and each.version.codec == "fp32"
+    is_exact = number == round and not VectorName(each.version.name).is_kept
     return is_exact, number == round, each == of_base, number <= round, -abs(number - round)
 
 
@@ -421,7 +411,7 @@ def _weights(each: OnDisk, files: Sequence[BinaryIO], numel: int, bundle_numel: 
         DataError: all its files are damaged, or it is of another model.
     """
     version = each.version
-    if version.codec == "fp32" and version.num_bytes == 4 * bundle_numel:
+    if not VectorName(version.name).is_kept and version.num_bytes == 4 * bundle_numel:
         for file in files:
             flat_N = np.empty(numel, dtype="<f4")
             hasher = BlockHasher()

@@ -47,9 +47,9 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
     if not lacking:
         return
     if source is None:
-        run_id, sizes = manifest.run_id, {slot: layout.num_bytes(slot) for slot in lacking}
+        sizes = {slot: layout.num_bytes(slot) for slot in lacking}
         versions = [
-            Version(run_id=run_id, name=base_name(slot), round=0, digest=lacking[slot], num_bytes=num_bytes)
+            Version(name=base_name(slot), round=0, digest=lacking[slot], num_bytes=num_bytes)
             for slot, num_bytes in sizes.items()
         ]
         log.info("fetching the base of the adapters: %.1f MB", sum(sizes.values()) / 1e6)
@@ -69,7 +69,7 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
                     f"{source} is not the checkpoint that the run starts from: its {base_name(slot)} is another; drop "
                     f"--from, and peers send the weights"
                 )
-            swarm.publish_document(base_name(slot), document)
+            swarm.keep_document(base_name(slot), document)
 
 
 def own_copy(start_from: Path | None) -> Path | None:

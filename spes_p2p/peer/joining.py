@@ -26,7 +26,7 @@ from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, PeerConfig, Run
 from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
-from spes_p2p.errors import ConfigError, JoinError, RecordError
+from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.fs import write_atomic
 from spes_p2p.model.base_files import note_base
 from spes_p2p.peer.base import obtain_base, own_copy
@@ -240,8 +240,10 @@ def kept(config: PeerConfig) -> Kept:
     try:
         store, found = recover(config.output, config.run_name, config.resume_round)
         manifest = read_manifest(store.read)
+        if manifest.run_id != config.run_name:
+            raise JoinError(f"it belongs to run {manifest.run_id!r}")
         runs = [each.config for each in kept_revisions(manifest, store.read, config.output / REVISION_FILE)]
-    except (JoinError, RecordError) as error:
+    except JoinError as error:
         raise JoinError(
             f"--output {config.output} cannot go on with run {config.run_id!r}: {error}; "
             f"set --run-id to its run, or name another --output"
@@ -269,10 +271,10 @@ def _manifest(
             config=run,
             vocab_size=len(tokenizer),
             tokenizer_digest=digest(document),
+            tokenizer_bytes=len(document),
         )
         check_founder(manifest, config.founder)
-        publish_manifest(swarm, manifest, document)
-        return manifest
+        return publish_manifest(swarm, manifest, document)
     if not config.initial_peers:
         assert kept is not None
         return kept

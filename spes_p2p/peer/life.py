@@ -238,7 +238,7 @@ def _initial(
 
 def _source(config: PeerConfig, run: RunConfig, manifest: Manifest) -> tuple[Callable[[int], TokenSource], LongTensor]:
     """Return what makes the training data of a seed, and the sequences that the loss gate measures."""
-    file = config.output / "versions" / f"{TOKENIZER}.{manifest.tokenizer_digest}.bin"
+    file = config.output / "versions" / f"{TOKENIZER}.0.{manifest.tokenizer_digest}.bin"
     if not file.is_file():
         raise DataError(f"there is no {file}; join again with --overwrite")
     place, template = config.output / "tokenizer", run.data.chat_template or ""

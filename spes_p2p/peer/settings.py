@@ -24,7 +24,7 @@ from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import run_size
 from spes_p2p.planner.traffic import of_moments_round, round_traffic, rounds_for_links, transfer_seconds
 from spes_p2p.presentation import size_text
-from spes_p2p.swarm.manifest import MANIFEST, MAX_BYTES
+from spes_p2p.swarm.exchange.protocol import MAX_DOCUMENT_BYTES
 from spes_p2p.swarm.records import MAX_CLAIMED
 from spes_p2p.training.build import check_weights, with_adapter, with_digests
 from spes_p2p.training.ranks import Ranks
@@ -71,9 +71,9 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         run = with_adapter(run, len(tokenizer), folder)
     run = _for_link(config, run, len(tokenizer))
     num_bytes = len(json.dumps(run.model_dump(mode="json"))) + MANIFEST_ROOM
-    if num_bytes > MAX_BYTES[MANIFEST]:  # no peer would fetch it
+    if num_bytes > MAX_DOCUMENT_BYTES:  # no peer would fetch it
         raise ConfigError(
-            f"the run's manifest would have {num_bytes} bytes, at most {MAX_BYTES[MANIFEST]}; shorten "
+            f"the run's manifest would have {num_bytes} bytes, at most {MAX_DOCUMENT_BYTES}; shorten "
             f"data.chat_template or data.probe"
         )
     if run.data.source != "hub":

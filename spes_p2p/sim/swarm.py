@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import digest, to_bytes
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.sim.hub import Entry, Lie, MemoryHub
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
@@ -170,12 +170,7 @@ class MemorySwarm:
     # ------------------------------------------------------------------ versions
 
     def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
-        described: dict[VectorName, Version] = {}
-        for name, flat_N in bundles.items():
-            data = to_bytes(flat_N)
-            described[name] = Version(
-                run_id=self.run_id, name=name, round=round, digest=digest(data), num_bytes=data.nbytes
-            )
+        described = {name: Version.of(name, round, to_bytes(flat_N)) for name, flat_N in bundles.items()}
         self._keep({n: (described[n], self._hub.copy(flat_N, described[n].digest)) for n, flat_N in bundles.items()})
         return described
 

@@ -44,7 +44,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile, PublicKey
 from spes_p2p.swarm.decision import Decider
-from spes_p2p.swarm.exchange.protocol import TEXT, Channel
+from spes_p2p.swarm.exchange.protocol import Channel
 from spes_p2p.swarm.p2p.identity import IdentityKeys, peer_id_of
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import PROTOCOL
@@ -506,8 +506,7 @@ class Consensus:
             async with asyncio.timeout(SEND_SECONDS):
                 channel = await Channel.open(self._node, peer, self._service, SEND_SECONDS)
                 with contextlib.closing(channel):
-                    await channel.send(TEXT, data)
-                    await channel.wait_for_hang_up()
+                    await channel.send_last(data)
         except Exception as error:  # noqa: BLE001 - the peer is gone, or runs another version: the message is lost
             self._lost(peer, repr(error))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spes_p2p import __version__
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import digest, to_bytes
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
@@ -77,7 +77,7 @@ class HivemindSwarm:
         self.peer_id = node.peer_id
         self.watchdog = Watchdog(node)
         self.bans = Bans()
-        self._store = VersionStore(directory, node.run_id)
+        self._store = VersionStore(directory)
         self.exchange = Exchange(node, self._store, serve=serve, uplink_mbit=uplink_mbit)
         self._averager: SparseAverager | None = None
         self._uplink_mbit = uplink_mbit
@@ -136,7 +136,7 @@ class HivemindSwarm:
         self._membership.guests = guests
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self._store.refused.initial = vectors.initial
-        self.exchange.accept_formats(vectors.formats)
+        self.exchange.formats = vectors.formats
         if max_slots:
             self._averager = SparseAverager(
                 self.node.dht,
@@ -383,19 +383,14 @@ class HivemindSwarm:
     # ------------------------------------------------------------------ versions
 
     def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
-        items = {name: to_bytes(flat_N) for name, flat_N in bundles.items()}
-        versions = {name: self._version(name, round, digest(data), len(data)) for name, data in items.items()}
-        self._store.add({name: (versions[name], data) for name, data in items.items()})
+        data = {name: to_bytes(flat_N) for name, flat_N in bundles.items()}
+        versions = {name: Version.of(name, round, each) for name, each in data.items()}
+        self._store.add({name: (versions[name], each) for name, each in data.items()})
         return versions
 
-    def publish_document(self, name: str, data: bytes | memoryview, round: int = 0) -> Version:
-        """Sign and serve a document (manifest, tokenizer, part of a base); of its author's, the latest round counts."""
-        version = Version.sign(self.node.identity, self.node.run_id, name, round, data)
-        self._store.add({name: (version, data)})
-        return version
-
-    def _version(self, name: str, round: int, digest: str, num_bytes: int) -> Version:
-        return Version(run_id=self.node.run_id, name=name, round=round, digest=digest, num_bytes=num_bytes)
+    def keep_document(self, name: str, data: bytes | memoryview, round: int = 0) -> None:
+        """Serve a document: manifest, revision of it, tokenizer, or part of a base; of one name the latest round."""
+        self._store.add({name: (Version.of(name, round, data), data)})
 
     def contacts(self) -> Collection[str]:
         return (self.read(Contact).keys() | self.read(Claim).keys()) - {self.peer_id}
@@ -422,27 +417,26 @@ class HivemindSwarm:
         self.bans.suspect(round - 1, suspects)
 
     def delete(self, name: VectorName) -> None:
-        while (version := self._store.find(name)) is not None:
-            self._store.delete(version)
+        self._store.delete_all(name)
 
-    def keep_document(self, version: Version, data: bytes) -> None:
-        """Serve a document with its author's signed version."""
-        self._store.add({version.name: (version, data)})
-
-    def load_document(self, name: str, digest: str = "") -> bytes:
-        """Return a document that this peer pulled or published: the newest, or the one with this digest.
+    def load_document(self, name: str, *, before: bool = False) -> bytes:
+        """Return the newest document of a name that this peer keeps, or the one before it.
 
         Raises:
             ExchangeError: it is not here, or damaged.
         """
-        return self._store.read(name, digest=digest)
+        return self._store.read(name, before=before)
 
     def pull(
         self, wanted: Mapping[VectorName, tuple[int, str]], peers: Sequence[str], *, timeout: float
     ) -> Mapping[VectorName, str]:
         failures = self._vectors.unknown(wanted)  # guard: strange-pull
         sizes = {name: self._vectors.num_bytes(name) for name in wanted if name not in failures}
-        versions = [self._version(name, *wanted[name], num_bytes) for name, num_bytes in sizes.items()]
+        states = {name: wanted[name] for name in sizes}
+        versions = [
+            Version(name=name, round=round, digest=digest, num_bytes=sizes[name])
+            for name, (round, digest) in states.items()
+        ]
         try:
             reasons = self.exchange.pull(versions, peers, timeout=timeout)
         finally:

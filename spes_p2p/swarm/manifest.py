@@ -1,7 +1,7 @@
 """A run's manifest: its founder signs it and every peer passes it on, so that no other peer can change the run.
 
-A founder that founds a run of the same name again signs its manifest with a later time, as the version's round. Of one
-founder's manifests the newest counts; a peer keeps its own in its output, and takes no older one after a restart.
+A founder that founds a run of the same name again signs a manifest of a later time. Of one founder's manifests the
+newest counts; a peer keeps its own in its output, and takes no older one after a restart.
 
 The founder changes settings by a *revision*: the manifest again, with new settings and the digest of the first one,
 which names the founding. A certificate names the revision in force, so that all peers change in the same round.
@@ -16,9 +16,9 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -29,9 +29,10 @@ from spes_p2p.config.changes import changes, check_changes
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import Body, Revision, genesis, shares
-from spes_p2p.swarm.exchange.versions import REVISION, Version
+from spes_p2p.swarm.exchange.versions import MANIFEST, REVISION, TOKENIZER, Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.invites import GuestList, show
+from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import PROTOCOL, Count, Digest, ManifestRecord, PeerId, Software
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,6 @@ MAX_ASKED = 64
 """Peers that are asked which manifest they have."""
 REVISION_SECONDS, REVISION_PEERS = 5.0, 16
 """Time to fetch a revision, in which this peer does not train, and the peers that it asks."""
-MANIFEST, TOKENIZER = "manifest", "tokenizer"
-MAX_BYTES = {MANIFEST: 2**16, TOKENIZER: 2**26, REVISION: 2**16}  # guard: document-bytes
-"""Largest documents. A manifest has some kilobytes; to refuse one of 64 MB of unknown keys would take gigabytes."""
 REVISION_FILE = "revision"
 """In a peer's output: the founder's newest revision, as `spes amend` writes it; a running peer looks for it."""
 DEALT_ROUNDS, ROOM_ROUNDS = 6, 12
@@ -66,10 +64,18 @@ class Manifest(BaseModel):
     """Size of the tokenizer's vocabulary."""
     tokenizer_digest: Digest
     """Digest of the tokenizer document."""
+    tokenizer_bytes: Annotated[int, Field(gt=0, le=2**26)]  # guard: document-bytes
+    """Its length."""
     revision: Count = 0
     """Number of this revision; 0 in the run's first manifest."""
     founding: Digest | Literal[""] = ""
     """In a revision: the digest of the first manifest."""
+    founded_at: Count = 0
+    """DHT time of the founding, in milliseconds: of a founder's manifests of one name the newest counts."""
+    public_key: Annotated[str, Field(max_length=1024, pattern=r"^(ssh-rsa [A-Za-z0-9+/=]+)?$")] = ""
+    """The founder's."""
+    signature: Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9+/=]*$")] = ""
+    """By the founder's key, of all other fields."""
 
     @model_validator(mode="after")
     def _check_base(self) -> Manifest:
@@ -78,31 +84,44 @@ class Manifest(BaseModel):
         return self
 
     def encode(self) -> bytes:
-        """Return the canonical JSON that the founder signs."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """Return the document that peers pass on: canonical JSON."""
+        return _json(self.model_dump(mode="json"))
+
+    def signed_part(self) -> bytes:
+        """Return what the founder signs: all but the signature."""
+        return _json(self.model_dump(mode="json", exclude={"signature"}))
 
     @property
     def digest(self) -> str:
-        """Digest of the canonical JSON."""
-        return digest(self.encode())
+        """Digest of what the founder signs."""
+        return digest(self.signed_part())
+
+    def sign(self, founder: Identity) -> Manifest:
+        """Return the manifest with its founder's signature."""
+        unsigned = self.model_copy(update={"public_key": founder.public_key.decode()})
+        return unsigned.model_copy(update={"signature": founder.sign(unsigned.signed_part()).decode()})
 
     def genesis(self) -> Body:
         """Return the body from which the run's certificates begin."""
         return genesis(self.run_id, self.founder, self.digest, self.config.num_slots)
 
 
-def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes) -> None:
-    """Found a run: sign, serve and declare its manifest and tokenizer."""
-    founded_at = int(1000 * swarm.now())  # milliseconds
-    swarm.publish_document(MANIFEST, manifest.encode(), founded_at)
-    swarm.publish_document(TOKENIZER, tokenizer, founded_at)
-    declare_manifest(swarm, manifest)
+def _json(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes) -> Manifest:
+    """Found a run: sign, serve and declare its manifest and tokenizer; return the signed manifest."""
+    signed = manifest.model_copy(update={"founded_at": int(1000 * swarm.now())}).sign(swarm.node.identity)
+    swarm.keep_document(MANIFEST, signed.encode(), signed.founded_at)
+    swarm.keep_document(TOKENIZER, tokenizer)
+    declare_manifest(swarm, signed)
+    return signed
 
 
 def declare_manifest(swarm: HivemindSwarm, manifest: Manifest, revision: int = 0) -> None:
     """Declare in the DHT, until this peer leaves, that it serves the run's manifest and this revision of it."""
-    size = len(manifest.encode())
-    swarm.announce(ManifestRecord(peer_id=swarm.peer_id, digest=manifest.digest, num_bytes=size, revision=revision))
+    swarm.announce(ManifestRecord(peer_id=swarm.peer_id, digest=manifest.digest, revision=revision))
 
 
 def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Manifest, bytes]:
@@ -114,7 +133,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
             its founder.
 
     Raises:
-        JoinError: no peer knows the run, peers declare different manifests, or what came is not what they declare.
+        JoinError: no peer knows the run, peers declare different manifests, or offer none of the founder.
         AbsentError: no peer sent it.
     """
     run_id, records = swarm.node.run_id, _find(swarm)
@@ -124,52 +143,61 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
             f"peers declare {len(digests)} manifests of run {run_id!r}; name the founder: --run-id {run_id}@PEER_ID, "
             f"as its peers' logs print it"
         )
-    peers = random.sample(sorted(records), len(records))  # spreads newcomers over the peers, which are asked in order
-    if founder is None and (kept := swarm.versions().get(MANIFEST)) is not None:
-        founder = kept.author
-    founded_at, holders = _newest(swarm, peers, founder)
-    if failure := pull_document(swarm, MANIFEST, holders, founder or "", founded_at):
-        told = f"cannot fetch the manifest of run {run_id!r}: {failure}"
-        offers = swarm.exchange.offers(MANIFEST, peers[:MAX_ASKED]).values() if founder is not None else ()
-        if offers and all(offer.author != founder for offer in offers):
-            raise JoinError(f"{told}; correct --run-id, or join through other --initial-peers")
-        raise AbsentError(f"{told}; try again, or join through other --initial-peers")
-    version = swarm.versions()[MANIFEST]
-    manifest = read_manifest(swarm.load_document)
-    if version.digest not in digests or version.author != manifest.founder or manifest.run_id != run_id:
+    kept = kept_manifest(swarm)
+    founder = founder or (kept.founder if kept is not None else None)
+    offers = _offers(swarm, records, founder)
+    if not offers:
+        raise AbsentError(
+            f"cannot fetch the manifest of run {run_id!r}: no peer has sent one that its founder has signed; try "
+            f"again, or join through other --initial-peers"
+        )
+    if founder is None:
+        rightful = [each for each in offers if each.digest in digests]
+    else:
+        rightful = [each for each in offers if each.founder == founder]  # guard: founders-manifest
+    if not rightful:
+        raise JoinError(
+            f"peers offer run {run_id!r} by {', '.join(sorted({each.founder for each in offers}))}, not by {founder}; "
+            f"correct --run-id, or join through other --initial-peers"
+        )
+    manifest = max(rightful, key=lambda each: each.founded_at)  # guard: newest-manifest
+    if (
+        kept is not None and kept.founder == founder and manifest.founded_at < kept.founded_at
+    ):  # guard: remembered-manifest
+        raise JoinError(
+            f"peers offer only older manifests of run {run_id!r} than the one that this peer has had of {founder}; "
+            f"join through other --initial-peers"
+        )
+    if manifest.digest not in digests:
         raise JoinError(f"manifest of run {run_id!r} is not what its peers declare; do not join through these peers")
     if founder is None:
         pinned = f"{run_id}@{manifest.founder}"
         log.info("trusting %s to be the founder; --run-id %s takes no other", manifest.founder, pinned)
     if manifest.software != __version__:
         log.warning("the run was founded with spes_p2p %s, this is %s", manifest.software, __version__)
-    if failure := pull_document(swarm, TOKENIZER, peers, manifest.founder, version.round):
-        raise AbsentError(f"cannot fetch the tokenizer of run {run_id!r}: {failure}; try again")
-    tokenizer = swarm.load_document(TOKENIZER)
-    if digest(tokenizer) != manifest.tokenizer_digest:
-        raise JoinError(f"tokenizer of run {run_id!r} does not match its manifest; join through other peers")
-    return manifest, tokenizer
+    swarm.keep_document(MANIFEST, manifest.encode(), manifest.founded_at)
+    tokenizer = Version(name=TOKENIZER, round=0, digest=manifest.tokenizer_digest, num_bytes=manifest.tokenizer_bytes)
+    if failure := swarm.exchange.pull([tokenizer], [*records], timeout=PULL_SECONDS):
+        raise AbsentError(f"cannot fetch the tokenizer of run {run_id!r}: {failure[TOKENIZER]}; try again")
+    return manifest, swarm.load_document(TOKENIZER)
 
 
-def _newest(swarm: HivemindSwarm, peers: Sequence[str], founder: str | None) -> tuple[int, Sequence[str]]:
-    """Return the time of the founder's newest manifest, offered or kept here, and the peers to ask for it.
+def _offers(swarm: HivemindSwarm, peers: Collection[str], founder: str | None) -> list[Manifest]:
+    """Return the manifests of the run that peers serve; of many peers the founder and some others are asked."""
+    others = random.sample(sorted(peers), len(peers))
+    asked = sorted(others, key=lambda peer: peer != founder)[:MAX_ASKED]
+    found = []
+    for peer, document in swarm.exchange.documents(MANIFEST, asked).items():
+        try:
+            found.append(signed_manifest(document, swarm.node.run_id))
+        except JoinError as error:
+            log.warning("%s serves no manifest of the run: %s", peer, error)
+    return found
 
-    Raises:
-        JoinError: the peers offer only older ones than this peer has had.
-    """
-    kept = swarm.versions().get(MANIFEST)
-    asked = sorted(peers, key=lambda peer: peer != founder)[:MAX_ASKED]
-    offers = swarm.exchange.offers(MANIFEST, asked)
-    rounds = {peer: offer.round for peer, offer in offers.items() if offer.author == founder}
-    known = [kept.round] if kept is not None and kept.author == founder else []  # guard: remembered-manifest
-    newest = max([0, *rounds.values(), *known])  # guard: newest-manifest
-    holders = [peer for peer in peers if rounds.get(peer, -1) >= newest]
-    if known and rounds and not holders:
-        raise JoinError(
-            f"peers offer only older manifests of run {swarm.node.run_id!r} than the one that this peer has had of "
-            f"{founder}; join through other --initial-peers"
-        )
-    return newest, holders or peers
+
+def kept_manifest(swarm: HivemindSwarm) -> Manifest | None:
+    """Return the manifest that this peer has had."""
+    return read_manifest(swarm.load_document) if MANIFEST in swarm.versions() else None
 
 
 def check_kept(swarm: HivemindSwarm, kept: Manifest, output: Path) -> None:
@@ -179,7 +207,8 @@ def check_kept(swarm: HivemindSwarm, kept: Manifest, output: Path) -> None:
         JoinError: it is another one, no peer knows it, or peers offer a newer manifest of the same founder.
     """
     records = _find(swarm)
-    if _newest(swarm, list(records), kept.founder)[0] > swarm.versions()[MANIFEST].round:  # guard: resumed-manifest
+    newer = [each for each in _offers(swarm, records, kept.founder) if each.founded_at > kept.founded_at]
+    if any(each.founder == kept.founder for each in newer):  # guard: resumed-manifest
         raise JoinError(
             f"{kept.founder} has founded run {kept.run_id!r} anew since this peer joined it; name another --output"
         )
@@ -188,27 +217,6 @@ def check_kept(swarm: HivemindSwarm, kept: Manifest, output: Path) -> None:
             f"--output {output} belongs to another run {kept.run_id!r} (manifest {kept.digest[:12]}, the swarm's is "
             f"{min(digests)[:12]}); name another --output"
         )
-
-
-def pull_document(
-    swarm: HivemindSwarm,
-    name: str,
-    peers: Sequence[str],
-    author: str,
-    min_round: int = 0,
-    digest: str = "",
-    seconds: float = PULL_SECONDS,
-) -> str:
-    """Fetch a document, only by `author` and with `digest` unless these are empty; return the reason for a failure."""
-    return swarm.exchange.pull_document(
-        name,
-        peers,
-        author=author,
-        min_round=min_round,
-        digest=digest,
-        max_bytes=MAX_BYTES[name],
-        timeout=seconds,
-    )
 
 
 def check_founder(manifest: Manifest, founder: str | None) -> None:
@@ -241,6 +249,21 @@ def read_manifest(load: Callable[[str], bytes]) -> Manifest:
         raise JoinError(f"manifest setting {problem_of(error)}; update spes_p2p, or join another run") from error
 
 
+def signed_manifest(document: bytes, run_id: str) -> Manifest:
+    """Read a manifest, or a revision of one, that its founder has signed for a run.
+
+    Raises:
+        JoinError: this software cannot read it, or it is not signed, or for another run.
+    """
+    manifest = read_manifest(lambda name: document)
+    signature, key = manifest.signature.encode(), manifest.public_key.encode()
+    if not is_signed_by(manifest.founder, key, manifest.signed_part(), signature):  # guard: manifest-signature
+        raise JoinError(f"it is not signed by its founder {manifest.founder}")
+    if manifest.run_id != run_id:  # guard: manifest-run
+        raise JoinError(f"it belongs to run {manifest.run_id!r}")
+    return manifest
+
+
 def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> GuestList | None:
     """Return the invite list of a closed run, or None for an open run.
 
@@ -254,10 +277,9 @@ def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> Gu
     """
     if not manifest.config.invite_only:
         return None
-    founder_key = swarm.versions()[MANIFEST].public_key
     try:
         shown = show(invite, manifest.run_id, swarm.peer_id) if invite else ""
-        guests = GuestList(manifest.run_id, manifest.founder, founder_key, shown)
+        guests = GuestList(manifest.run_id, manifest.founder, manifest.public_key, shown)
         if invite:
             guests.check(swarm.peer_id, shown, swarm.now())
     except RecordError as error:
@@ -309,6 +331,7 @@ class Revisions:
         self._manifest = manifest
         self._file = file
         self._number = 0
+        self._known = {each.digest: each for each in _stored(swarm.load_document, manifest)}
         self._declared = -1
         self._warned = set[object]()
 
@@ -335,32 +358,40 @@ class Revisions:
             self._number, self.run = revision.number, new
 
     def _newest(self) -> Revision:
-        version = self.swarm.versions().get(REVISION)
-        return Revision() if version is None else Revision(number=version.round, digest=version.digest)
+        known = [Revision(number=each.revision, digest=digest) for digest, each in self._known.items()]
+        return max(known, key=lambda each: each.number, default=Revision())
 
     def _read_newer(self, last: Body) -> None:
         """Take a newer revision from this peer's file, or from peers that declare one."""
         written = read_revision(self._file, self._manifest) if self._file is not None else None
-        if written is not None and written[0].round > self._newest().number:
-            log.info("passing on revision %d of the run's settings", written[0].round)
-            self.swarm.keep_document(*written)
+        if written is not None and written.revision > self._newest().number:
+            log.info("passing on revision %d of the run's settings", written.revision)
+            self._keep(written)
         number, known = self._newest().number, last.known | {self._manifest.founder}
         declared = {peer: getattr(record, "revision", 0) for peer, record in self.swarm.read(ManifestRecord).items()}
         if newer := [
             peer for peer in declared if declared[peer] > number and peer in known
         ]:  # guard: declared-revision
-            self._pull(newer, min_round=number + 1)
+            self._ask(newer)
 
-    def _pull(self, peers: Sequence[str], min_round: int = 0, digest: str = "") -> str:
+    def _keep(self, revision: Manifest) -> None:
+        self._known[revision.digest] = revision
+        self.swarm.keep_document(REVISION, revision.encode(), revision.revision)
+
+    def _ask(self, peers: Sequence[str]) -> None:
+        """Keep the revisions of this founding that some of these peers serve."""
         asked = random.sample(peers, min(len(peers), REVISION_PEERS))
-        author = self._manifest.founder  # guard: founders-revision
-        return pull_document(self.swarm, REVISION, asked, author, min_round, digest, REVISION_SECONDS)
+        for document in self.swarm.exchange.documents(REVISION, asked, REVISION_SECONDS).values():
+            with contextlib.suppress(JoinError):
+                found = revised(document, self._manifest)
+                if found.digest not in self._known:
+                    self._keep(found)
 
     def _settings(self, revision: Revision, last: Body | None = None) -> RunConfig | None:
         """Return a revision's settings, fetched if need be; warn and return None if they cannot follow those in force,
         or are too late after a last body."""
         try:
-            new = revised(self._document(revision.digest), self._manifest).config
+            new = self._revision(revision.digest).config
             check_changes(self.run, new)
             if last is not None:
                 check_moment(self.run, new, last)
@@ -371,54 +402,50 @@ class Revisions:
             return None
         return new
 
-    def _document(self, digest: str) -> bytes:
-        with contextlib.suppress(ExchangeError):
-            return self.swarm.load_document(REVISION, digest)
-        others = [peer for peer in self.swarm.read(ManifestRecord) if peer != self.swarm.peer_id]
-        if failure := self._pull(others, digest=digest):
-            raise ExchangeError(f"cannot fetch it ({failure}); asking again each round")
-        return self.swarm.load_document(REVISION, digest)
+    def _revision(self, digest: str) -> Manifest:
+        if digest not in self._known:
+            self._ask([peer for peer in self.swarm.read(ManifestRecord) if peer != self.swarm.peer_id])
+        if digest not in self._known:
+            raise ExchangeError("no peer asked has sent it; asking again each round")
+        return self._known[digest]
 
 
-def read_revision(file: Path, manifest: Manifest) -> tuple[Version, bytes] | None:
-    """Return the founder's revision in a file, after its signed description; None, with a warning, if it has none."""
+def read_revision(file: Path, manifest: Manifest) -> Manifest | None:
+    """Return the founder's revision in a file; None, with a warning, if it has none."""
     try:
-        signed, _, document = file.read_bytes().partition(b"\n")
-        version = Version.verify(signed, manifest.run_id)
+        return revised(file.read_bytes(), manifest)
     except FileNotFoundError:
         return None
-    except (OSError, RecordError) as error:
+    except (OSError, JoinError) as error:  # guard: revision-file
         log.warning("%s is no revision of the run's settings (%s); run spes amend again", file, error)
         return None
-    is_founders = (version.name, version.author) == (REVISION, manifest.founder)
-    if not is_founders or version.digest != digest(document):  # guard: revision-file
-        log.warning("%s is not signed by the run's founder %s; run spes amend again", file, manifest.founder)
-        return None
-    return version, document
 
 
 def revised(document: bytes, manifest: Manifest) -> Manifest:
     """Read a revision of a manifest.
 
     Raises:
-        JoinError: this software cannot read it, or it is of another founding.
+        JoinError: this software cannot read it, the founder has not signed it, or it is of another founding.
     """
-    found = read_manifest(lambda name: document)
-    if found.founding != manifest.digest:  # guard: revised-founding
+    found = signed_manifest(document, manifest.run_id)
+    if found.founding != manifest.digest or found.founder != manifest.founder:  # guard: revised-founding
         raise JoinError("it is of another founding of the run")
     return found
 
 
-def kept_revisions(manifest: Manifest, load: Callable[[str], bytes], file: Path) -> list[Manifest]:
+def _stored(load: Callable[..., bytes], manifest: Manifest) -> list[Manifest]:
+    """Return the revisions that a store keeps; `load` returns a document by name, or the one before it."""
+    found = []
+    for before in (False, True):
+        with contextlib.suppress(ExchangeError, JoinError):  # there is none
+            found.append(revised(load(REVISION, before=before), manifest))
+    return found
+
+
+def kept_revisions(manifest: Manifest, load: Callable[..., bytes], file: Path) -> list[Manifest]:
     """Return a manifest and the revisions that its peer has kept, newest last; `load` reads its documents by name."""
-    found, documents = [manifest], list[bytes]()
-    with contextlib.suppress(ExchangeError):  # there is none
-        documents.append(load(REVISION))
-    if (written := read_revision(file, manifest)) is not None:
-        documents.append(written[1])
-    for document in documents:
-        with contextlib.suppress(JoinError):  # `Revisions` warns of it if it would count
-            found.append(revised(document, manifest))
+    written = read_revision(file, manifest)
+    found = [manifest, *_stored(load, manifest), *([written] if written is not None else [])]
     return sorted(found, key=lambda each: each.revision)
 
 

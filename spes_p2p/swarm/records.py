@@ -101,8 +101,7 @@ class ManifestRecord(Record):
     bucketed: ClassVar[bool] = False
 
     digest: Digest
-    """SHA-256 of the manifest document."""
-    num_bytes: Count
+    """Digest of what the manifest's founder has signed."""
     revision: Count = 0
     """Number of the newest revision of it that this peer has read, and serves."""
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from spes_p2p.codecs.paged import PagedVector, save_tensors
 from spes_p2p.codecs.vectors import has_digest
 from spes_p2p.config import KeptRounds
-from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
+from spes_p2p.errors import DataError, JoinError
 from spes_p2p.fs import digest_of_file, link_file, sync
-from spes_p2p.swarm.exchange.store import INDEX, VersionStore, file_name
+from spes_p2p.swarm.exchange.store import VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,6 @@ def decode_state(data: bytes, run_id: str) -> tuple[PeerState, str]:
 
     Raises:
         ValueError: damaged, or of a format that this software does not know.
-        RecordError: it names a version that its author has not signed.
         JoinError: it belongs to another run.
     """
     try:
@@ -83,7 +82,7 @@ def decode_state(data: bytes, run_id: str) -> tuple[PeerState, str]:
         if content["run_id"] != run_id:
             raise JoinError(f"the checkpoint belongs to run {content['run_id']}")
         tensors_digest = content.pop("tensors")
-        content["versions"] = tuple(Version.verify(json.dumps(version), run_id) for version in content["versions"])
+        content["versions"] = tuple(map(Version.model_validate, content["versions"]))
         content["slots"] = tuple(content["slots"])
         return PeerState(**content), tensors_digest
     except (KeyError, TypeError, RecursionError) as error:
@@ -264,7 +263,7 @@ class PeerCheckpoint:
                 if digest_of_file(folder / TENSORS) != expected:
                     raise ValueError(f"{TENSORS} does not match its digest")
                 return Found(name, state)
-            except (OSError, ValueError, RecordError) as error:
+            except (OSError, ValueError) as error:
                 reasons.append(f"checkpoint {folder} is damaged: {error}")
                 log.warning("%s; trying the one before", reasons[-1])
         if reasons:
@@ -286,7 +285,7 @@ class PeerCheckpoint:
                 states[self._directory / name] = decode_state((self._directory / name / STATE).read_bytes(), run_id)[0]
             except FileNotFoundError:
                 continue  # the peer that uses it has deleted it meanwhile
-            except (OSError, ValueError, RecordError) as error:
+            except (OSError, ValueError) as error:
                 log.warning("checkpoint %s is damaged: %s", self._directory / name, error)
         return states
 
@@ -332,11 +331,10 @@ def recover(output: Path, run_id: str, round: int | None = None) -> tuple[Versio
 
     Raises:
         DataError: there are checkpoints, and none can be used; or there is none of `round`.
-        ExchangeError, RecordError: the store's index is damaged, and there is no checkpoint.
     """
     checkpoints = checkpoint_of(output)
     found = checkpoints.find(run_id, round)
-    store = _store(output / "versions", run_id, found)
+    store = VersionStore(output / "versions")
     store.repair()
     for folder, state in checkpoints.states(run_id).items():
         if round is not None and state.round > round:
@@ -348,14 +346,3 @@ def recover(output: Path, run_id: str, round: int | None = None) -> tuple[Versio
             log.info("taking %s from %s", ", ".join(sorted(version.name for version in whole.values())), folder)
             store.restore(whole)
     return store, found
-
-
-def _store(directory: Path, run_id: str, found: Found | None) -> VersionStore:
-    try:
-        return VersionStore(directory, run_id)
-    except (ExchangeError, RecordError) as error:
-        if found is None:
-            raise
-        log.warning("%s; starting it anew from checkpoint %s", error, found.name)
-        (directory / INDEX).replace(directory / f"{INDEX}.damaged")
-        return VersionStore(directory, run_id)

@@ -7,8 +7,7 @@ from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
-from spes_p2p.swarm.exchange.exchange import Exchange
-from spes_p2p.swarm.exchange.protocol import Channel
+from spes_p2p.swarm.exchange.protocol import Channel, listen
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import Identity
@@ -40,20 +39,16 @@ def open_cluster(make_folder, names, **settings):
     return swarms
 
 
-class RogueExchange(Exchange):
-    """Answers as `script` says, an async function of the channel."""
-
-    script = None
-
-    async def serve_fetch(self, channel: Channel, peer: str) -> None:
-        await self.script(channel)
-
-    serve_inventory = serve_fetch
-
-
 def make_rogue(swarm):
-    """Have a peer that does not serve do so as a rogue."""
-    swarm.exchange = RogueExchange(swarm.node, swarm._store)
+    """Have a peer that does not serve answer as its `exchange.script` says, an async function of the channel."""
+    exchange = swarm.exchange
+    exchange.script = None
+
+    async def answer(channel: Channel, peer: str) -> None:
+        await exchange.script(channel)
+
+    for name in ("fetch", "ask"):
+        swarm.node.run(listen(swarm.node, exchange.service(name), 60.0, answer), 10.0)
 
 
 def flat(seed, kind="slot"):

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from attacker import FETCH, INVENTORY, JOIN, PART, Attacker, Watched, gather
+from attacker import ASK, FETCH, JOIN, PART, Attacker, Watched, gather
 from hivemind.proto import averaging_pb2
 from peer_server import with_arrays
 from real_peers import PeerProcess, contribution
 
-from spes_p2p.swarm.exchange.protocol import MAX_WANTED
+from spes_p2p.swarm.exchange.protocol import MAX_VERSIONS
 
 POURED_BYTES, POUR_SECONDS = 2**28, 5.0
 """More than any peer may take, and how long it is offered."""
@@ -65,8 +65,8 @@ STREAMS = {
     "one of a TiB": (PART, head(2**40), b"x" * 2**18),
     "parts": (PART, message(2**18 - 100), message(2**18 - 100)),
     "joins": (JOIN, message(1000), message(2**18 - 100)),
-    "a request": (FETCH, b"w" + (32 * MAX_WANTED).to_bytes(4), b"x" * 2**18),
-    "an inventory": (INVENTORY, b"t\x00\x00\x20\x00", b"x" * 2**18),
+    "a request": (FETCH, b"w" + (32 * MAX_VERSIONS).to_bytes(4), b"x" * 2**18),
+    "an inventory": (ASK, b"t\x00\x00\x20\x00", b"x" * 2**18),
 }
 """By what they consist of: the service, the first bytes, and what comes then without end."""
 

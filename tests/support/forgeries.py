@@ -61,7 +61,7 @@ def altered(honest, case, people):
 
 def honest_record(kind, peer_id) -> Record:
     fields = {
-        "manifest": {"digest": "0" * 64, "num_bytes": 1000},
+        "manifest": {"digest": "0" * 64},
         "claims": {"state": "active", "slots": (1, 2), "max_slots": 4, "since": 1.0},
         "progress": {"round": 3, "ends_at": 1e9},
         "metrics": {

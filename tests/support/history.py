@@ -233,7 +233,7 @@ class History:
         kept: dict[str, set[str]] = defaultdict(set)
         for versions in self._left.values():
             for path in versions.glob("*.bin"):
-                name, version, _ = path.name.split(".")
+                name, _, version, _ = path.name.split(".")
                 kept[name].add(version)
         for name in {name for name, _ in holders if VectorName(name).is_weights}:
             reached, frontier = set(kept[name]), list(kept[name])

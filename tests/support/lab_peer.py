@@ -29,6 +29,7 @@ from spes_p2p.peer import life as peer
 from spes_p2p.swarm.averaging.allreduce import GroupAllreduce
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.store import VersionStore, write_whole
+from spes_p2p.swarm.exchange.versions import is_document
 from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import RoundResult
@@ -140,7 +141,7 @@ def record(scribe: Scribe) -> None:
     """Have the swarm's methods write down what goes in and out."""
 
     def has(swarm: HivemindSwarm) -> None:
-        versions = {name: [v.round, v.digest] for name, v in swarm.versions().items() if v.codec != "raw"}
+        versions = {name: [v.round, v.digest] for name, v in swarm.versions().items() if not is_document(name)}
         scribe.note("has", peer=swarm.peer_id, versions=versions)
 
     # Results of the open round's attempts by the digest of what would follow of `shared`; a later attempt may decide on

@@ -47,7 +47,7 @@ class PeerFolder:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder, self.identity = folder, identity
-        self.store = VersionStore(folder / "versions", "run")
+        self.store = VersionStore(folder / "versions")
         self.checkpoint = checkpoint_of(folder, kept)
         tokenizer = tokenizer or train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
         self.run = run or RunConfig(
@@ -64,14 +64,14 @@ class PeerFolder:
             config=self.run,
             vocab_size=self.vocab_size,
             tokenizer_digest=digest(document),
+            tokenizer_bytes=len(document),
         )
         self.add(0, {"manifest": manifest.encode(), "tokenizer": document})
         bare = outline(self.run.model, self.vocab_size, self.run.data.sequence_length)
         self.shared, self.slot = Layout(bare.shared_shapes()), Layout(bare.slot_shapes())
 
     def add(self, round: int, data: Mapping[str, bytes]) -> None:
-        sign = Version.sign
-        self.store.add({n: (sign(self.identity, "run", n, round, d), d) for n, d in data.items()})
+        self.store.add({n: (Version.of(n, round, d), d) for n, d in data.items()})
 
     def publish(self, round: int, slots: range | list[int] = range(SLOTS), *, shared: bool = True) -> PreTrainedModel:
         """Publish a model of its own for each round, of which slots outside `slots` stay as they were."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from spes_p2p.codecs.vectors import BLOCK_BYTES, HASH_BYTES, block_hashes
-from spes_p2p.swarm.exchange.blocks import LIST, Have
+from spes_p2p.swarm.exchange.blocks import ALL, LIST, encode_have
 from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES, GET, GET_BYTES, HAVE, WANT, Channel, parse_get
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import VectorName
@@ -37,7 +37,7 @@ def scripted(
         while True:
             kind, content = await channel.receive({WANT: HASH_BYTES * num_versions, GET: GET_BYTES})
             if kind == WANT:
-                await channel.send(HAVE, num_versions * Have(None).encode())
+                await channel.send(HAVE, num_versions * encode_have(ALL))
             else:
                 await part(channel, parse_get(content)[1])
 

@@ -1,7 +1,6 @@
 """Versions over real streams: whatever a peer serves, only what a digest names is kept; what is served is bounded."""
 
 import asyncio
-import json
 import threading
 import time
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from pulls import scripted, send_part
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.exchange import exchange, fetch, serve
-from spes_p2p.swarm.exchange.protocol import DATA, END, TEXT
+from spes_p2p.swarm.exchange.protocol import DATA, TEXT, WANT, Inventory
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import VectorName
@@ -49,7 +48,7 @@ async def silent(channel):
 
 
 async def hanging_up(channel):
-    await channel.receive_header()
+    await channel.receive({WANT: 2**20})
 
 
 @pytest.mark.parametrize("case", ["lies", "silence", "silence amid a block", "nothing at all"])
@@ -61,7 +60,7 @@ def test_a_bad_source_is_named_and_another_one_taken(peers, monkeypatch, seed, c
     good, wanted = flat(seed), {VectorName("slot-1"): (3, digest(flat(seed)))}
 
     async def stall(channel, number):
-        await channel.send(DATA, data_of(good)[:1000])
+        await channel.send(DATA, data_of(good)[:10])
         await silent(channel)
 
     rogue.exchange.script = {
@@ -81,7 +80,7 @@ def test_a_bad_source_is_named_and_another_one_taken(peers, monkeypatch, seed, c
 def test_what_a_digest_names_and_no_model_can_use_is_not_kept(peers):
     puller, honest, *_ = peers
     for name, data in (("slot-2", data_of(flat(1))[:-4] + b"\0\0\xc0\x7f"), ("kept-slot-2", b"\xff" * KEPT.num_bytes)):
-        version = Version(run_id="run", name=name, round=1, digest=digest(data), num_bytes=len(data))
+        version = Version.of(name, 1, data)
         honest._store.add({name: (version, data)})
         assert set(pull(puller, {VectorName(name): (1, version.digest)}, honest)) == {name}
         assert name not in puller.versions()
@@ -137,7 +136,7 @@ def test_a_name_that_the_run_does_not_have_is_neither_pulled_nor_kept(peers, tmp
     version = honest.versions()[strange]
     assert pull(puller, wanted, honest) == {strange: "this run has no such version"}
     assert strange not in puller.versions()
-    store = VersionStore(tmp_path / "versions", "run")
+    store = VersionStore(tmp_path / "versions")
     store.add({strange: (version, honest.exchange._store.read(strange))})
     assert strange in store.newest()
     again = open_swarm(tmp_path)
@@ -179,26 +178,25 @@ def test_a_version_about_to_be_published_is_waited_for(peers, monkeypatch, seed)
 
 def test_an_inventory_leaves_out_peers_that_lie_or_are_silent(peers, monkeypatch):
     puller, honest, _, rogue = peers
-    monkeypatch.setattr(exchange, "INVENTORY_SECONDS", 2.0)
-    version = Version.sign(honest.node.identity, "run", "manifest", 3, b"")
-    lie = version.model_copy(update={"round": 9}).model_dump_json().encode()
+    monkeypatch.setattr(exchange, "ASK_SECONDS", 2.0)
+    version = Version.of("slot-1", 3, b"x")
 
-    def listing(*messages):
+    def listing(kind, text):
         async def script(channel):
             await channel.receive_text()
-            for message in messages:
-                await channel.send(*message)
+            await channel.send(kind, text)
             await asyncio.sleep(0.5)
 
         return script
 
-    async def without_end(channel):
-        while True:
-            await channel.send(TEXT, version.model_dump_json().encode())
-            await channel.send(TEXT, json.dumps({}).encode())
-
-    fair = (TEXT, version.model_dump_json().encode())
-    for script in [silent, listing((TEXT, lie), (END,)), listing((TEXT, b"junk")), listing(fair), without_end]:
+    too_many = Inventory.model_construct(versions=[version] * 4201).model_dump_json().encode()
+    for script in [
+        silent,
+        listing(TEXT, b"junk"),
+        listing(DATA, b"{}"),
+        listing(TEXT, too_many),
+        listing(TEXT, b" " * 2**21),
+    ]:
         rogue.exchange.script = script
         inventory = puller.inventory([honest.peer_id, rogue.peer_id])
         assert set(inventory) == {honest.peer_id}
@@ -211,7 +209,7 @@ def test_a_machine_that_stands_still_lacks_what_it_was_to_get_and_goes_on(peers,
     run = puller.node.run
     monkeypatch.setattr(puller.node, "run", lambda work, timeout: run(work, 0.0))
     assert "stood still" in pull(puller, {VectorName("slot-9"): (1, "0" * 64)}, honest, timeout=1.0)["slot-9"]
-    assert puller.exchange.inventory([honest.peer_id]) == puller.exchange.offers("slot-9", [honest.peer_id]) == {}
+    assert puller.exchange.inventory([honest.peer_id]) == {}
 
 
 # ---------------------------------------------------------------------- serving
@@ -275,7 +273,7 @@ def test_members_of_the_round_are_served_meanwhile(peers, busy, seed):
 def test_a_stranger_waits_from_the_next_block_on_when_a_round_begins_and_goes_on_where_it_was(peers, busy, seed):
     puller, _, slow, _ = peers
     bundle = flat(seed, "shared")[: 3 * 2**18]
-    version = Version(run_id="run", name="shared", round=5, digest=digest(bundle), num_bytes=bundle.nbytes)
+    version = Version.of("shared", 5, data_of(bundle))
     slow._store.add({"shared": (version, data_of(bundle))})
     before, results = puller.exchange.bytes_in, []
     work = threading.Thread(
@@ -320,7 +318,7 @@ def test_an_uplink_is_not_exceeded_by_many_versions_together_nor_left_idle(peers
     wanted = publish(slow, 1, bundles)
     sent, began = slow.exchange.server.bytes_out, time.monotonic()
     assert pull(puller, wanted, slow) == {}
-    seconds, num_bytes = time.monotonic() - began, sum(bundle.nbytes for bundle in bundles.values())
+    seconds, num_bytes = time.monotonic() - began, sum(bundle.nbytes + 32 for bundle in bundles.values())
     assert slow.exchange.server.bytes_out - sent == num_bytes
     assert 0.9 * num_bytes / 1e6 < seconds < 2 * num_bytes / 1e6
 

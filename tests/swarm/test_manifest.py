@@ -11,9 +11,8 @@ from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm import manifest as module
+from spes_p2p.swarm.exchange.versions import MANIFEST, TOKENIZER
 from spes_p2p.swarm.manifest import (
-    MANIFEST,
-    TOKENIZER,
     Manifest,
     check_kept,
     declare_manifest,
@@ -21,7 +20,6 @@ from spes_p2p.swarm.manifest import (
     publish_manifest,
 )
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
-from spes_p2p.swarm.records import ManifestRecord
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,9 +54,9 @@ def found(swarm, tokenizer=b"the tokenizer", **settings):
         config=RunConfig(**settings),
         vocab_size=64,
         tokenizer_digest=digest(tokenizer),
+        tokenizer_bytes=len(tokenizer),
     )
-    publish_manifest(swarm, manifest, tokenizer)
-    return manifest
+    return publish_manifest(swarm, manifest, tokenizer)
 
 
 @pytest.mark.full
@@ -82,8 +80,8 @@ def test_who_does_not_know_the_founder_is_told_to_name_one_where_there_are_two(o
 def test_the_tokenizer_is_its_founders_whoever_else_offers_one(open_peer, monkeypatch):
     founder, thief = open_peer(), open_peer()
     manifest = found(founder)
-    assert module.pull_document(thief, MANIFEST, [founder.peer_id], founder.peer_id) == ""
-    thief.publish_document(TOKENIZER, b"a tokenizer that no founder has seen")
+    thief.keep_document(MANIFEST, manifest.encode(), manifest.founded_at)
+    thief.keep_document(TOKENIZER, b"a tokenizer that no founder has seen")
     declare_manifest(thief, manifest)
     ask_last(monkeypatch, founder)
     assert fetch_manifest(open_peer()) == (manifest, b"the tokenizer")
@@ -92,16 +90,15 @@ def test_the_tokenizer_is_its_founders_whoever_else_offers_one(open_peer, monkey
 def test_a_run_of_nobody_that_is_named_is_not_joined(open_peer):
     founder, named = open_peer(), hashed_peer_id(b"somebody else")
     found(founder)
-    with pytest.raises(JoinError, match=rf"by {founder.peer_id}, not by {named}.*correct --run-id"):
+    with pytest.raises(JoinError, match=rf"by {founder.peer_id}, not by {named}; correct --run-id"):
         fetch_manifest(open_peer(), named)
 
 
 def test_a_manifest_of_a_hundred_kilobytes_is_not_fetched(open_peer):
     founder = open_peer()
     manifest = found(founder)
-    founder.publish_document(MANIFEST, manifest.encode() + b" " * 100_000)
-    founder.announce(ManifestRecord(peer_id=founder.peer_id, digest=founder.versions()[MANIFEST].digest, num_bytes=1))
-    with pytest.raises(JoinError, match=r"cannot fetch the manifest of run 'run'.* 10[0-9]{4} bytes"):
+    founder.keep_document(MANIFEST, manifest.encode() + b" " * 100_000, manifest.founded_at)
+    with pytest.raises(JoinError, match=r"cannot fetch the manifest of run 'run': no peer has sent one"):
         fetch_manifest(open_peer(), founder.peer_id)
 
 

@@ -124,6 +124,7 @@ def swarm_of(tmp_path: Path, num_peers: int, total: int) -> Iterator[tuple[list[
         config=run_config(total),
         vocab_size=len(tokenizer),
         tokenizer_digest=digest(document),
+        tokenizer_bytes=len(document),
     )
     peers: list[Peer] = []
     try:

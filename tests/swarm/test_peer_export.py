@@ -62,7 +62,7 @@ class World:
         return (self.folder / name / "address").read_text().strip()
 
     def versions(self, name: str) -> dict[str, tuple[int, str]]:
-        newest = VersionStore(self.folder / name / "versions", "run").newest()
+        newest = VersionStore(self.folder / name / "versions").newest()
         return {name: (version.round, version.digest) for name, version in newest.items() if name not in DOCUMENTS}
 
 

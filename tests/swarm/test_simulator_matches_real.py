@@ -66,7 +66,7 @@ def real(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         codes = [peer.end(240) for peer in peers]
         assert codes == [0] * PEERS, "\n".join(peer.tail() for peer in peers)
         told = [rounds_of(peer) for peer in peers]
-    stores = [VersionStore(folder / str(index) / "versions", RUN_ID) for index in range(PEERS)]
+    stores = [VersionStore(folder / str(index) / "versions") for index in range(PEERS)]
     return Real(folder, told, [{name: v.digest for name, v in store.newest().items()} for store in stores])
 
 

@@ -40,7 +40,8 @@ from spes_p2p.planner.memory import Setup, disk_bytes, peer_memory, shortage, sl
 from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import round_traffic, training_seconds, transfer_seconds
 from spes_p2p.swarm.clock import AdaptiveTimeout, clamp_tokens, round_end
-from spes_p2p.swarm.manifest import MANIFEST, MAX_BYTES, Manifest, read_manifest
+from spes_p2p.swarm.exchange.protocol import MAX_DOCUMENT_BYTES
+from spes_p2p.swarm.manifest import Manifest, read_manifest
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member
@@ -253,8 +254,9 @@ def travels(run: RunConfig, identity: Identity) -> None:
         config=run,
         vocab_size=run.data.vocab_size,
         tokenizer_digest="0" * 64,
+        tokenizer_bytes=100,
     )
-    assert read_manifest(lambda name: manifest.encode()) == manifest and len(manifest.encode()) < MAX_BYTES[MANIFEST]
+    assert read_manifest(lambda name: manifest.encode()) == manifest and len(manifest.encode()) < MAX_DOCUMENT_BYTES
 
 
 def plans(run: RunConfig) -> None:

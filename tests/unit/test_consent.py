@@ -25,7 +25,13 @@ class Terminal(io.StringIO):
 def manifest_of(**data) -> Manifest:
     config = RunConfig.model_validate({"data": data})
     return Manifest(
-        run_id="run", founder=FOUNDER, software="0.1", config=config, vocab_size=300, tokenizer_digest="0" * 64
+        run_id="run",
+        founder=FOUNDER,
+        software="0.1",
+        config=config,
+        vocab_size=300,
+        tokenizer_digest="0" * 64,
+        tokenizer_bytes=100,
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,13 +11,23 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.errors import ExchangeError, RecordError
+from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.blocks import Unfinished
 from spes_p2p.swarm.exchange.fetch import Fetch
-from spes_p2p.swarm.exchange.protocol import Channel, DisconnectedError, Question, listen
+from spes_p2p.swarm.exchange.protocol import (
+    MAX_DOCUMENT_BYTES,
+    MAX_INVENTORY_BYTES,
+    Channel,
+    DisconnectedError,
+    Document,
+    Inventory,
+    Question,
+    ask,
+    listen,
+)
 from spes_p2p.swarm.exchange.serve import Server
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.versions import Version, is_document
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.node import Node
 
@@ -27,11 +35,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 20.0
 """Longest silence of a peer that is asked for something."""
-INVENTORY_SECONDS = 10.0
-MAX_NAMES = 4200
-"""Versions that a peer may list."""
-Inventory = dict[str, Version]
-"""A peer's newest versions, by name."""
+ASK_SECONDS = 10.0
+"""Longest wait for an answer of one message."""
 
 
 class Exchange:
@@ -46,82 +51,61 @@ class Exchange:
     Attributes:
         server: Serves the versions.
         bytes_in: Payload bytes received.
+        formats: Formats in which kept forms must be encoded to be kept, by kind.
     """
 
     def __init__(
         self, node: Node, store: VersionStore, *, serve: bool = True, uplink_mbit: float | None = None
     ) -> None:
-        self.serves = serve
-        self.peer_id = node.peer_id
-        self.run_id = node.run_id
         self.bytes_in = 0
+        self.server = Server(store, uplink_mbit)
+        self.formats: Mapping[str, KeptForm] = {}
         self._node = node
         self._store = store
-        self._formats: Mapping[str, KeptForm] = {}
-        self.server = Server(store, uplink_mbit)
-        if serve:
-            node.run(self._listen(), INVENTORY_SECONDS)
+        for service, answer in {"fetch": self.server.serve, "ask": self.server.answer}.items() if serve else ():
+            node.run(listen(node, self.service(service), 3 * CHUNK_SECONDS, answer), ASK_SECONDS)
 
-    async def _listen(self) -> None:
-        said = functools.partial(log.debug, "stopped serving %s: %s")
-        for service, answer in {"fetch": self.serve_fetch, "inventory": self.serve_inventory}.items():
-            await listen(self._node, self._service(service), 3 * CHUNK_SECONDS, answer, said)
-
-    def _service(self, service: str) -> str:
-        return f"{self.run_id}::exchange.{service}"
-
-    def accept_formats(self, formats: Mapping[str, KeptForm]) -> None:
-        """Keep vectors of these kinds only if they are encoded in these formats."""
-        self._formats = formats
-
-    async def serve_fetch(self, channel: Channel, peer: str) -> None:
-        """Send blocks of versions; see `Server`."""
-        await self.server.serve(channel, peer)
-
-    async def serve_inventory(self, channel: Channel, peer: str) -> None:
-        """List this peer's newest version of each name, or of one."""
-        await self.server.list_versions(channel)
+    def service(self, name: str) -> str:
+        """Return under which name peers of this run offer a service."""
+        return f"{self._node.run_id}::exchange.{name}"
 
     # ------------------------------------------------------------------ what others have
 
-    def inventory(self, peers: Sequence[str]) -> dict[str, Inventory]:
-        """Return each peer's versions by name, without those refused here; silent peers are left out."""
-        return self._ask_all(peers, Question())
+    def inventory(self, peers: Sequence[str]) -> dict[str, dict[str, Version]]:
+        """Return each peer's newest versions by name, without those refused here; silent peers are left out."""
+        found: dict[str, dict[str, Version]] = {}
+        for peer, answer in self._ask(peers, Question(), MAX_INVENTORY_BYTES, ASK_SECONDS).items():
+            try:
+                versions = {each.name: each for each in Inventory.parse(answer).versions}
+            except ExchangeError as error:
+                log.debug("no inventory of %s: it %s", peer[-6:], error)
+                continue
+            is_refused = self._store.refused.refuses
+            found[peer] = {
+                name: each for name, each in versions.items() if not is_refused(each)
+            }  # guard: refused-inventory
+        return found
 
-    def offers(self, name: str, peers: Sequence[str]) -> dict[str, Version]:
-        """Return the newest version of a name that each peer has; silent peers are left out."""
-        return {peer: found[name] for peer, found in self._ask_all(peers, Question(name=name)).items() if name in found}
+    def documents(self, name: Document, peers: Sequence[str], seconds: float = ASK_SECONDS) -> dict[str, bytes]:
+        """Return each peer's newest document of a name; silent peers, and those without one, are left out."""
+        return self._ask(peers, Question(document=name), MAX_DOCUMENT_BYTES, seconds)
 
-    def _ask_all(self, peers: Sequence[str], question: Question) -> dict[str, Inventory]:
-        async def ask_all() -> list[Inventory | BaseException]:
-            return await asyncio.gather(*(self._ask(peer, question) for peer in peers), return_exceptions=True)
+    def _ask(self, peers: Sequence[str], question: Question, most: int, seconds: float) -> dict[str, bytes]:
+        service = self.service("ask")
+
+        async def ask_all() -> list[bytes | BaseException]:
+            questions = (ask(self._node, peer, service, question, seconds, most) for peer in peers)
+            return await asyncio.gather(*questions, return_exceptions=True)
 
         try:
-            answers = self._node.run(ask_all(), 2 * INVENTORY_SECONDS)
+            answers = self._node.run(ask_all(), 2 * seconds)
         except TimeoutError:
-            log.warning("no peer listed its versions in time; this machine may have stood still")
+            log.warning("no peer answered in time; this machine may have stood still")
             return {}
         for peer, answer in zip(peers, answers, strict=True):
             if isinstance(answer, BaseException):
-                log.debug("no inventory from %s: %r", peer[-6:], answer)
+                log.debug("no answer from %s: %r", peer[-6:], answer)
         return {peer: each for peer, each in zip(peers, answers, strict=True) if not isinstance(each, BaseException)}
-
-    async def _ask(self, peer: str, question: Question) -> Inventory:
-        versions: Inventory = {}
-        async with asyncio.timeout(INVENTORY_SECONDS):
-            channel = await Channel.open(self._node, peer, self._service("inventory"), INVENTORY_SECONDS)
-            with contextlib.closing(channel):
-                await channel.send_text(question.model_dump_json())
-                while text := await channel.receive_text():
-                    version = Version.verify(text, self.run_id)
-                    versions[version.name] = version
-                    if len(versions) > MAX_NAMES:
-                        raise RecordError(f"{peer} lists more than {MAX_NAMES} versions")
-        return {
-            name: version
-            for name, version in versions.items()
-            if not self._store.refused.refuses(version)  # guard: refused-inventory
-        }
 
     # ------------------------------------------------------------------ pulling
 
@@ -152,49 +136,10 @@ class Exchange:
             reasons = [f"not here after {timeout:.0f} s, in which this machine may have stood still"] * len(lacking)
         return failures | {version.name: why for version, why in zip(lacking, reasons, strict=True) if why}
 
-    def pull_document(
-        self,
-        name: str,
-        peers: Sequence[str],
-        *,
-        author: str,
-        min_round: int,
-        digest: str,
-        max_bytes: int,
-        timeout: float,
-    ) -> str:
-        """Fetch the newest document of a name that the peers offer; return the reason for a failure.
-
-        Args:
-            name: The document's name.
-            peers: Peers to ask.
-            author: Peer that must have signed it; empty for any.
-            min_round: Oldest round that helps.
-            digest: Digest of the only document that helps; empty for any.
-            max_bytes: Longest document.
-            timeout: Seconds for its bytes.
-        """
-        offers, reason = self.offers(name, peers), "no peer offers it"
-        for peer, version in list(offers.items()):
-            if author not in ("", version.author):  # guard: founders-manifest
-                reason = f"{peer[-6:]} offers one by {version.author}, not by {author}"
-            elif version.round < min_round or digest not in ("", version.digest):
-                reason = f"{peer[-6:]} offers another one, of round {version.round}"
-            elif version.num_bytes > max_bytes:  # guard: document-length
-                reason = f"{peer[-6:]} offers {version.num_bytes} bytes, more than {max_bytes}"
-            else:
-                continue
-            del offers[peer]
-        if not offers:
-            return reason
-        newest = max(offers.values(), key=lambda version: version.round)
-        holders = [peer for peer, version in offers.items() if version.digest == newest.digest]
-        return self.pull([newest], holders, timeout=timeout).get(name, "")
-
     async def _fetch(self, wanted: Sequence[Version], peers: Sequence[str], timeout: float) -> list[str]:
         files = [self._store.begin(version) for version in wanted]
-        others = [peer for peer in peers if peer != self.peer_id]
-        fetch = Fetch(files, others, connect=self._connect, store=self._accept, count=self._count)
+        others = [peer for peer in peers if peer != self._node.peer_id]
+        fetch = Fetch(files, others, connect=self._connect, store=self._store_verified, count=self._count)
         try:
             return await fetch.run(asyncio.get_running_loop().time() + timeout)
         finally:
@@ -203,7 +148,7 @@ class Exchange:
 
     async def _connect(self, peer: str) -> Channel:
         try:
-            return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
+            return await Channel.open(self._node, peer, self.service("fetch"), CHUNK_SECONDS)
         except TimeoutError as error:
             raise DisconnectedError(f"was not reached in {CHUNK_SECONDS:.0f} s") from error
         except (P2PDaemonError, OSError, EOFError) as error:
@@ -212,20 +157,20 @@ class Exchange:
     def _count(self, num_bytes: int) -> None:
         self.bytes_in += num_bytes
 
-    async def _accept(self, file: Unfinished) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self._verify, file)
+    async def _store_verified(self, file: Unfinished) -> None:
+        await asyncio.to_thread(self._verify, file)
 
     def _verify(self, file: Unfinished) -> None:
         """Store a complete version, if its content is of use."""
-        version = file.version
+        name = file.version.name
         try:
-            if version.codec == "coded":
-                self._formats[VectorName(version.name).kind].decode(file.path.read_bytes())
-            elif version.codec == "fp32":
+            if not is_document(name) and VectorName(name).is_kept:
+                self.formats[VectorName(name).kind].decode(file.path.read_bytes())
+            elif not is_document(name):
                 for _, piece_N in PagedVector.of_file(file.path).pieces():
                     low, high = piece_N.aminmax()  # both are NaN if any element is
                     if not (torch.isfinite(low) and torch.isfinite(high)):  # guard: finite-vector
-                        raise ExchangeError(f"{version.name} holds NaN or infinity")
+                        raise ExchangeError(f"{name} holds NaN or infinity")
         except ExchangeError:
             file.path.unlink(missing_ok=True)
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.codecs.vectors import BLOCK_BYTES
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.blocks import LIST, Have, Unfinished
+from spes_p2p.swarm.exchange.blocks import ALL, LIST, Unfinished, has_part, most_have_bytes, parse_have
 from spes_p2p.swarm.exchange.protocol import (
     ABSENT,
     BUSY,
@@ -57,10 +57,6 @@ class BusyError(ExchangeError):
     """The source serves others first; it may be asked again later."""
 
 
-class GoneError(ExchangeError):
-    """The source does not have what it said that it has; it may be asked again later."""
-
-
 @dataclass(eq=False)
 class Source:
     """A peer that may have blocks.
@@ -75,7 +71,7 @@ class Source:
     """
 
     peer: str
-    have: Sequence[Have] | None = None
+    have: Sequence[int] | None = None
     num_parts: int = 0
     num_failures: int = 0
     part_seconds: float = 0.0
@@ -145,7 +141,6 @@ class Fetch:
         try:
             for file in self._files:
                 file.seen_at = loop.time()
-                await loop.run_in_executor(None, file.unfinished.resume)
                 self._draw(file)
             while lacking := [file for file in self._files if not file.is_over]:
                 now = loop.time()
@@ -172,7 +167,7 @@ class Fetch:
     # ------------------------------------------------------------------ versions
 
     def _draw(self, file: _File) -> None:
-        """Draw the order of the parts that are missing; store a version of which none is."""
+        """Draw the order of the parts that are missing; store a version that is complete."""
         missing = file.unfinished.missing()
         file.open = random.sample(missing, len(missing))
         if not missing and file.storing is None:
@@ -194,8 +189,8 @@ class Fetch:
         for index, file in enumerate(self._files):
             if not file.lacks_parts:
                 continue
-            has = any(source.have is None or _has_any(source.have[index], file.open) for source in live)
-            if has or any(number[0] == index for number in self._requested):
+            has = any(source.have is None or _last_of(source.have[index], file.open) is not None for source in live)
+            if has or any(part[0] == index for part in self._requested):
                 file.seen_at = now
             elif not live or now - file.seen_at > ABSENT_SECONDS:
                 absent.append(file)
@@ -234,7 +229,7 @@ class Fetch:
                 return await self._talk(source)
             except BusyError as error:
                 reason = str(error)
-            except (DisconnectedError, GoneError, TimeoutError) as error:
+            except (DisconnectedError, TimeoutError) as error:
                 source.num_failures += 1
                 reason = str(error)
             except ExchangeError as error:
@@ -281,17 +276,14 @@ class Fetch:
 
     def _may_get_more(self, source: Source) -> bool:
         """Check whether a source lacks something of a version that lacks parts here too."""
-        have = source.have or ()
-        return any(file.lacks_parts and not each.is_whole for file, each in zip(self._files, have, strict=True))
+        return any(file.lacks_parts and have != ALL for file, have in zip(self._files, source.have or (), strict=True))
 
     async def _hear(self, channel: Channel, source: Source, digests: bytes = b"") -> None:
         """Ask what a source has of each version."""
         await channel.send(WANT, digests)
         sizes = [file.unfinished.num_blocks for file in self._files]
-        kind, data = await channel.receive({HAVE: sum(map(Have.most_bytes, sizes)), BUSY: 0})
-        if kind == BUSY:
-            raise BusyError("is busy")
-        source.have = Have.parse_all(data, sizes)
+        _, data = await channel.receive({HAVE: sum(map(most_have_bytes, sizes))})
+        source.have = parse_have(data, sizes)
         self._wake()
 
     # ------------------------------------------------------------------ parts
@@ -305,8 +297,7 @@ class Fetch:
         have = source.have or ()
         now = asyncio.get_running_loop().time()
         for index in self._order:
-            number = next((each for each in reversed(self._files[index].open) if each in have[index]), None)
-            if number is not None:
+            if (number := _last_of(have[index], self._files[index].open)) is not None:
                 self._files[index].open.remove(number)
                 self._requested[index, number] = now, source
                 return index, number
@@ -314,7 +305,7 @@ class Fetch:
         waiting = [
             (since, part)
             for part, (since, other) in (self._requested.items() if is_idle else ())
-            if other is not source and now - since > late and part[1] in have[part[0]]
+            if other is not source and now - since > late and has_part(have[part[0]], part[1])
         ]
         if not waiting:
             return None
@@ -333,7 +324,16 @@ class Fetch:
         """Receive a part, verify it, and keep it."""
         loop = asyncio.get_running_loop()
         file, began = self._files[part[0]], loop.time()
-        data = await self._bytes(channel, file.unfinished.part_bytes(part[1]))
+        num_bytes, data = file.unfinished.part_bytes(part[1]), bytearray()
+        while len(data) < num_bytes:
+            most = {DATA: min(FRAME_BYTES, num_bytes - len(data)), **({} if data else {BUSY: 0, ABSENT: 0})}
+            kind, frame = await channel.receive(most)
+            if kind != DATA:
+                raise BusyError("is busy") if kind == BUSY else DisconnectedError("has it no more")
+            if not frame:  # guard: bytes-wanted
+                raise ExchangeError("sent nothing in place of a block")
+            data += frame
+            self._count(len(frame))
         try:
             is_new = await loop.run_in_executor(None, file.unfinished.write, part[1], data)
         except OSError as error:
@@ -342,25 +342,10 @@ class Fetch:
         source.num_parts += 1
         source.num_failures = 0
         self._requested.pop(part, None)
-        if is_new and (part[1] == LIST or file.unfinished.is_complete):
+        if is_new and (part[1] == LIST or not file.unfinished.missing()):
             self._draw(file)
 
-    async def _bytes(self, channel: Channel, num_bytes: int) -> bytearray:
-        """Receive exactly so many bytes."""
-        data = bytearray()
-        while len(data) < num_bytes:
-            kind, size = await channel.receive_header()
-            if (kind, size) in ((BUSY, 0), (ABSENT, 0)) and not data:
-                raise BusyError("is busy") if kind == BUSY else GoneError("has it no more")
-            if kind != DATA or not 0 < size <= min(FRAME_BYTES, num_bytes - len(data)):  # guard: bytes-wanted
-                raise ExchangeError(f"sent {size} bytes, {kind!r}, which were not asked for")
-            while size:
-                piece = await channel.read(size)
-                size -= len(piece)
-                data += piece
-                self._count(len(piece))
-        return data
 
-
-def _has_any(have: Have, numbers: Iterable[int]) -> bool:
-    return any(number in have for number in numbers)
+def _last_of(have: int, numbers: Sequence[int]) -> int | None:
+    """Return the last of some parts that a peer has."""
+    return next((number for number in reversed(numbers) if has_part(have, number)), None)

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated, Literal, Self
 
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from spes_p2p.codecs.vectors import HASH_BYTES
 from spes_p2p.errors import ExchangeError, SpesError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.exchange.versions import Name
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Strict
 
-AnswerType = TypeVar("AnswerType", bound="Message")
+log = logging.getLogger(__name__)
+
+MAX_VERSIONS = 4200
+"""Versions of an inventory and of a WANT message: the vectors of the largest model, and documents."""
+
+
+Document = Literal["manifest", "revision"]
 
 
 class Message(Strict):
@@ -38,22 +45,27 @@ class Message(Strict):
 
 
 class Question(Message):
-    """Asks for the versions that a peer has: of one name, or of all."""
+    """Asks for a document as it is, or for an `Inventory`."""
 
-    name: Name | None = None
+    document: Document | None = None
+
+
+class Inventory(Message):
+    """The newest version that a peer has of each name."""
+
+    versions: Annotated[tuple[Version, ...], Field(max_length=MAX_VERSIONS)]
 
 
 FRAME_BYTES = 2**18
 """Most bytes of a DATA message."""
-MAX_TEXT_BYTES = 8192
-"""Most bytes of a TEXT message."""
-TEXT, END = b"t", b"e"
-"""Kinds of messages: JSON, and the end of a list of such."""
+MAX_TEXT_BYTES, MAX_DOCUMENT_BYTES, MAX_INVENTORY_BYTES = 2**13, 2**16, 2**20
+"""Most bytes of a TEXT message: of a question, a document, and an inventory. A manifest has some kilobytes; to refuse
+one of 64 MB of unknown keys would take gigabytes."""
+TEXT = b"t"
+"""Kind of a message of JSON."""
 WANT, HAVE, GET, DATA, BUSY, ABSENT = b"w", b"h", b"g", b"d", b"b", b"a"
 """Kinds of messages of a fetch: digests of versions (none: the same as before), and what the peer has of each; a
 request for a part of one, and bytes of it, or "ask again later", or "not here"."""
-MAX_WANTED = 4200
-"""Versions of a WANT message: the vectors of the largest model, and documents."""
 _HEADER = struct.Struct("!cI")
 _GET = struct.Struct("!32sI")
 GET_BYTES = _GET.size
@@ -86,10 +98,12 @@ class DisconnectedError(ExchangeError):
 class Channel:
     """One stream to a peer, as messages.
 
+    Its methods raise DisconnectedError if the peer has hung up, and TimeoutError if it neither sends nor reads in time.
+
     Args:
         reader: Incoming bytes.
         writer: Outgoing bytes; closed with the channel.
-        seconds: Longest time for the peer to send, or to accept what is sent.
+        seconds: Longest time for the peer to send a message, or to accept one.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
@@ -109,16 +123,9 @@ class Channel:
             raise
         return cls(reader, writer, seconds)
 
-    # ------------------------------------------------------------------ sending
-
     async def send(self, kind: bytes, data: bytes | bytearray | memoryview = b"") -> None:
-        """Send a message; wait until the operating system accepts it.
-
-        Raises:
-            DisconnectedError: the peer has hung up.
-            TimeoutError: the peer does not read.
-        """
-        async with _Deadline(self.seconds):
+        """Send a message; wait until the operating system accepts it."""
+        async with _deadline(self.seconds):
             if self._writer.transport.is_closing():  # uvloop would report a bug
                 raise DisconnectedError("hung up")
             self._writer.write(_HEADER.pack(kind, len(data)))
@@ -126,29 +133,15 @@ class Channel:
                 self._writer.write(data)
             await self._writer.drain()
 
-    async def send_text(self, text: str) -> None:
+    async def send_text(self, text: str | bytes) -> None:
         """Send JSON."""
-        await self.send(TEXT, text.encode())
+        await self.send(TEXT, text.encode() if isinstance(text, str) else text)
 
-    # ------------------------------------------------------------------ receiving
-
-    async def receive_header(self) -> tuple[bytes, int]:
-        """Return the next message's kind and length.
-
-        Raises:
-            DisconnectedError: the peer has hung up.
-            TimeoutError: nothing came in time.
-        """
-        async with _Deadline(self.seconds):
-            return _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-
-    async def read(self, num_bytes: int) -> bytes:
-        """Return the next bytes, at least one and at most `num_bytes`; raise as `receive_header` does."""
-        async with _Deadline(self.seconds):
-            data = await self._reader.read(num_bytes)
-        if not data:
-            raise DisconnectedError("hung up amid a message")
-        return data
+    async def send_last(self, text: str | bytes) -> None:
+        """Send JSON, and wait until the peer hangs up: a stream that its sender closes may lose its last bytes."""
+        await self.send_text(text)
+        async with _deadline(self.seconds):
+            await self._reader.read(1)
 
     async def receive(self, most: Mapping[bytes, int]) -> tuple[bytes, bytes]:
         """Return a message's kind and content.
@@ -158,27 +151,17 @@ class Channel:
 
         Raises:
             ExchangeError: it is of another kind, or longer.
-            DisconnectedError: the peer has hung up.
-            TimeoutError: nothing came in time.
         """
-        kind, num_bytes = await self.receive_header()
-        if num_bytes > most.get(kind, -1):  # guard: exchange-message
-            allowed = f"in place of at most {most[kind]}" if kind in most else "of a kind that was not expected"
-            raise ExchangeError(f"sent a message of {num_bytes} bytes {allowed}")
-        async with _Deadline(self.seconds):
+        async with _deadline(self.seconds):
+            kind, num_bytes = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            if num_bytes > most.get(kind, -1):  # guard: exchange-message
+                allowed = f"in place of at most {most[kind]}" if kind in most else "of a kind that was not expected"
+                raise ExchangeError(f"sent a message of {num_bytes} bytes {allowed}")
             return kind, await self._reader.readexactly(num_bytes)
 
     async def receive_text(self, most: int = MAX_TEXT_BYTES) -> bytes:
-        """Return a JSON message, empty at the end of a list; raise as `receive` does."""
-        _, data = await self.receive({TEXT: most, END: 0})
-        return data
-
-    # ------------------------------------------------------------------ the end
-
-    async def wait_for_hang_up(self) -> None:
-        """Wait until the peer closes: the last bytes of a stream that its sender closes may be lost."""
-        async with _Deadline(self.seconds):
-            await self._reader.read(1)
+        """Return a JSON message; raise as `receive` does."""
+        return (await self.receive({TEXT: most}))[1]
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -186,22 +169,17 @@ class Channel:
 
 
 async def ask(
-    node: Node, peer: str, service: str, question: Message, answer_type: type[AnswerType], seconds: float
-) -> AnswerType:
-    """Return a peer's answer to a question; raise as `Channel` does, with `seconds` for each step."""
-    channel = await Channel.open(node, peer, service, seconds)
-    with contextlib.closing(channel):
-        await channel.send_text(question.model_dump_json())
-        return answer_type.parse(await channel.receive_text())
+    node: Node, peer: str, service: str, question: Message, seconds: float, most: int = MAX_TEXT_BYTES
+) -> bytes:
+    """Return a peer's answer of at most so many bytes; raise as `Channel` does, and TimeoutError after `seconds`."""
+    async with asyncio.timeout(seconds):
+        channel = await Channel.open(node, peer, service, seconds)
+        with contextlib.closing(channel):
+            await channel.send_text(question.model_dump_json())
+            return await channel.receive_text(most)
 
 
-async def listen(
-    node: Node,
-    service: str,
-    seconds: float,
-    answer: Callable[[Channel, str], Awaitable[None]],
-    said: Callable[[str, Exception], None],
-) -> None:
+async def listen(node: Node, service: str, seconds: float, answer: Callable[[Channel, str], Awaitable[None]]) -> None:
     """Answer each peer that opens a stream to a service, from now on.
 
     Args:
@@ -209,7 +187,6 @@ async def listen(
         service: The service's name.
         seconds: Longest time for a caller to send, or to accept what is sent.
         answer: Gets the channel and the caller's id.
-        said: Gets the end of the caller's id, and the error at which an answer ended.
     """
 
     async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -218,32 +195,23 @@ async def listen(
             try:
                 await answer(channel, peer)
             except (SpesError, TimeoutError) as error:
-                said(peer[-6:], error)
+                log.debug("%s stopped answering %s: %s", service, peer[-6:], error)
 
     await node.p2p.add_binary_stream_handler(service, handle)
 
 
-class _Deadline:
-    """Bounds a step in time and names its failure. A class, as every read makes one and a generator costs more."""
-
-    __slots__ = ("_seconds", "_timeout")
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._timeout = asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, kind, error, traceback) -> None:
-        try:
-            await self._timeout.__aexit__(kind, error, traceback)
-        except TimeoutError as late:
-            raise TimeoutError(f"was silent for {self._seconds:.0f} s") from late
-        if isinstance(error, asyncio.IncompleteReadError):
-            raise DisconnectedError("hung up") from error
-        if isinstance(error, OSError):
-            raise DisconnectedError(f"connection broke: {error}") from error
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float) -> AsyncIterator[None]:
+    """Bound a step in time, and name its failure."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except asyncio.IncompleteReadError as error:
+        raise DisconnectedError("hung up") from error
+    except TimeoutError as error:
+        raise TimeoutError(f"was silent for {seconds:.0f} s") from error
+    except OSError as error:
+        raise DisconnectedError(f"connection broke: {error}") from error
 
 
 def _hang_up(dialled: asyncio.Future) -> None:

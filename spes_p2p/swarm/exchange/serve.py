@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,15 +13,15 @@ from spes_p2p.swarm.exchange.protocol import (
     ABSENT,
     BUSY,
     DATA,
-    END,
     FRAME_BYTES,
     GET,
     GET_BYTES,
     HAVE,
-    MAX_WANTED,
+    MAX_VERSIONS,
     WANT,
     Channel,
     DisconnectedError,
+    Inventory,
     Question,
     parse_get,
     parse_want,
@@ -33,7 +32,6 @@ from spes_p2p.swarm.p2p.rate_limit import RateLimit
 MAX_UPLOADS = 32
 MAX_NON_MEMBER_UPLOADS = 4
 """Uploads, among those, to peers that were not in the last round: training goes before joining."""
-MAX_STREAMS_PER_PEER = 64
 QUEUE_SECONDS = 5.0
 """Time for which an upload waits for its turn before the answer is BUSY."""
 NUM_READERS = 2
@@ -57,7 +55,6 @@ class Server:
         self._store = store
         self._rate_limit = RateLimit(uplink_mbit)
         self._readers = ThreadPoolExecutor(NUM_READERS, "serving")
-        self._streams: Counter[str] = Counter()
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
         self._non_member_uploads = asyncio.Semaphore(MAX_NON_MEMBER_UPLOADS)
         self._members: Collection[str] = ()
@@ -75,20 +72,13 @@ class Server:
         """Serve all peers again."""
         self._reserved_until = 0.0
 
-    def _is_non_member(self, peer: str) -> bool:
-        return bool(self._members) and peer not in self._members
-
-    def _is_turned_away(self, peer: str) -> bool:
-        return self._is_non_member(peer) and time.monotonic() < self._reserved_until
-
-    async def list_versions(self, channel: Channel) -> None:
-        """List this peer's newest version of a name, or of each name."""
-        name = Question.parse(await channel.receive_text()).name
-        for version in self._store.newest().values():
-            if name in (None, version.name):
-                await channel.send_text(version.model_dump_json())
-        await channel.send(END)
-        await channel.wait_for_hang_up()
+    async def answer(self, channel: Channel, peer: str) -> None:
+        """Send a document, or an inventory, to a peer that asks for it."""
+        document = Question.parse(await channel.receive_text()).document
+        if document is not None:
+            loop = asyncio.get_running_loop()
+            return await channel.send_last(await loop.run_in_executor(self._readers, self._store.read, document))
+        await channel.send_last(Inventory(versions=tuple(self._store.newest().values())).model_dump_json())
 
     async def serve(self, channel: Channel, peer: str) -> None:
         """Serve one stream of an authenticated peer until it hangs up.
@@ -97,34 +87,32 @@ class Server:
             ExchangeError: a request is impossible, or the peer hung up in the middle of an answer.
             TimeoutError: the peer is silent, or does not read.
         """
-        self._streams[peer] += 1
-        try:
-            if self._streams[peer] > MAX_STREAMS_PER_PEER:
-                await channel.send(BUSY)
-                return await channel.wait_for_hang_up()
-            wanted: list[str] = []
-            while True:
-                try:
-                    kind, data = await channel.receive({WANT: HASH_BYTES * MAX_WANTED, GET: GET_BYTES})
-                except DisconnectedError:
-                    return  # the caller has what it wanted
-                if kind == WANT:
-                    wanted = parse_want(data) if data else wanted
-                    await channel.send(HAVE, b"".join(self._store.have(digest).encode() for digest in wanted))
-                else:
-                    await self._send(channel, peer, *parse_get(data))
-        finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
+        wanted: list[str] = []
+        while True:
+            try:
+                kind, data = await channel.receive({WANT: HASH_BYTES * MAX_VERSIONS, GET: GET_BYTES})
+            except DisconnectedError:
+                return  # the caller has what it wanted
+            if kind == WANT:
+                wanted = parse_want(data) if data else wanted
+                await channel.send(HAVE, b"".join(map(self._store.have, wanted)))
+            else:
+                await self._send(channel, peer, *parse_get(data))
 
     async def _send(self, channel: Channel, peer: str, digest: str, number: int) -> None:
         """Send a part of a version; BUSY in its place if the peer must wait, ABSENT if it is not here."""
-        async with contextlib.AsyncExitStack() as held:
-            if self._is_turned_away(peer) or not await self._has_turn(peer, held):
+        is_member = not self._members or peer in self._members
+        async with contextlib.AsyncExitStack() as turn:
+            try:
+                if not is_member and time.monotonic() < self._reserved_until:
+                    raise TimeoutError
+                for limit in [self._uploads] if is_member else [self._non_member_uploads, self._uploads]:
+                    async with asyncio.timeout(QUEUE_SECONDS):
+                        await turn.enter_async_context(limit)
+            except TimeoutError:
                 return await channel.send(BUSY)
-            reading = asyncio.get_running_loop().run_in_executor(self._readers, self._store.read_part, digest, number)
-            data = await reading
+            loop = asyncio.get_running_loop()
+            data = await loop.run_in_executor(self._readers, self._store.read_part, digest, number)
             if data is None:
                 return await channel.send(ABSENT)
             frame_bytes = self._rate_limit.burst_bytes(FRAME_BYTES)
@@ -133,14 +121,3 @@ class Server:
                 await self._rate_limit.take(len(frame))
                 await channel.send(DATA, frame)
                 self.bytes_out += len(frame)
-
-    async def _has_turn(self, peer: str, held: contextlib.AsyncExitStack) -> bool:
-        """Wait for the turn of an upload, which ends with `held`; return False if it does not come in time."""
-        for limit in [*([self._non_member_uploads] if self._is_non_member(peer) else []), self._uploads]:
-            try:
-                async with asyncio.timeout(QUEUE_SECONDS):
-                    await limit.acquire()
-            except TimeoutError:
-                return False
-            held.callback(limit.release)
-        return True

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import random
 import re
@@ -134,8 +133,7 @@ class Introducer:
         self._asked = Allowance(BURST, PAUSE_SECONDS)
         self._told = Allowance(BURST, PAUSE_SECONDS)
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
-        said = functools.partial(log.info, "did not introduce %s: %s")
-        node.run(listen(node, _service(node), ANSWER_SECONDS, self._answer, said), ANSWER_SECONDS)
+        node.run(listen(node, _service(node), ANSWER_SECONDS, self._answer), ANSWER_SECONDS)
 
     async def _answer(self, channel: Channel, asker: str) -> None:
         question = _Question.parse(await channel.receive_text())
@@ -143,8 +141,7 @@ class Introducer:
             return
         async with asyncio.timeout(2 * ANSWER_SECONDS), self._at_once:
             answer = await self._answer_to(asker, question)
-        await channel.send_text(answer.model_dump_json())
-        await channel.wait_for_hang_up()
+        await channel.send_last(answer.model_dump_json())
 
     async def _answer_to(self, asker: str, question: _Question) -> _Answer:
         connected = await self._node.p2p.connected_from()
@@ -162,7 +159,7 @@ class Introducer:
         """Ask a peer to call another one now; return whether it does."""
         try:
             told = _Told(peer=other, address=address)
-            return (await ask(self._node, peer, _service(self._node, "told"), told, _Consent, ANSWER_SECONDS)).calls
+            return _Consent.parse(await ask(self._node, peer, _service(self._node, "told"), told, ANSWER_SECONDS)).calls
         except Exception as error:  # noqa: BLE001 - the peer may be gone, or run another version: it does not call
             log.debug("%s does not call %s: %r", peer[-6:], other[-6:], error)
             return False
@@ -187,8 +184,7 @@ class Links:
         self._told_by = Allowance(CALLS, CALL_PAUSE_SECONDS)
         self._backoff = DialBackoff()
         if node.meets_others:
-            said = functools.partial(log.info, "was not introduced by %s: %s")
-            node.run(listen(node, _service(node, "told"), ANSWER_SECONDS, self._hear, said), ANSWER_SECONDS)
+            node.run(listen(node, _service(node, "told"), ANSWER_SECONDS, self._hear), ANSWER_SECONDS)
 
     def seek(self, wanted: Collection[str], introducers: Collection[str]) -> None:
         """Keep links to the run's peers that take no calls, by the help of those that do; call it repeatedly."""
@@ -324,8 +320,7 @@ class Links:
 
     async def _ask(self, introducer: str, question: _Question) -> _Answer | None:
         try:
-            async with asyncio.timeout(2 * ANSWER_SECONDS):
-                return await ask(self._node, introducer, _service(self._node), question, _Answer, 2 * ANSWER_SECONDS)
+            return _Answer.parse(await ask(self._node, introducer, _service(self._node), question, 2 * ANSWER_SECONDS))
         except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
             log.debug("%s introduces no one: %r", introducer[-6:], error)
             return None
@@ -358,8 +353,7 @@ class Links:
             task = asyncio.create_task(self._call(told.peer, told.address, introducer))
             self._calling.add(task)
             task.add_done_callback(self._calling.discard)
-        await channel.send_text(_Consent(calls=agrees).model_dump_json())
-        await channel.wait_for_hang_up()
+        await channel.send_last(_Consent(calls=agrees).model_dump_json())
 
 
 TOLD: Mapping[Kind, str] = {
@@ -385,8 +379,7 @@ def called_back(node: Node) -> tuple[bool, list[str]]:
 
     async def ask_one(peer: str) -> _Called:
         try:
-            async with asyncio.timeout(CALLED_BACK_SECONDS):
-                return await ask(node, peer, service, question, _Called, CALLED_BACK_SECONDS)
+            return _Called.parse(await ask(node, peer, service, question, CALLED_BACK_SECONDS))
         except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
             log.debug("%s does not say whether it can call us: %r", peer, error)
             return _Called(is_reached=None)
@@ -414,9 +407,8 @@ class DialBack:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._limit = asyncio.Semaphore(MAX_CALLED_BACK)
-        said = functools.partial(log.info, "did not call %s back: %s")
         service = _service(node, "dialback")
-        node.run(listen(node, service, CALLED_BACK_SECONDS, self._answer, said), CALLED_BACK_SECONDS)
+        node.run(listen(node, service, CALLED_BACK_SECONDS, self._answer), CALLED_BACK_SECONDS)
 
     async def _answer(self, channel: Channel, asker: str) -> None:
         question = _CallMe.parse(await channel.receive_text())
@@ -425,8 +417,7 @@ class DialBack:
             reached = [await _can_connect(host, question.port) for host in hosts[:2]]
         host = hosts[reached.index(True)] if any(reached) else ""
         answer = _Called(is_reached=any(reached) if reached else None, host=host)
-        await channel.send_text(answer.model_dump_json())
-        await channel.wait_for_hang_up()
+        await channel.send_last(answer.model_dump_json())
 
     async def _hosts_of(self, peer: str) -> list[str]:
         """Return the IPv4 addresses from which a peer is connected."""

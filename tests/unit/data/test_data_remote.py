@@ -327,6 +327,7 @@ def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
         config=RunConfig(data=data),
         vocab_size=300,
         tokenizer_digest="0" * 64,
+        tokenizer_bytes=100,
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(ConfigError, match=r"token shards .* from http://127.0.0.1.* MB\); agree to that with --yes"):

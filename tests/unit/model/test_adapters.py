@@ -248,13 +248,13 @@ def test_a_base_from_documents_is_the_base_from_the_checkpoint(folder: Path, pre
     for slot, expected in digests.items():
         document = encode_base(world.base, layout, slot)
         assert digest(document) == expected and len(document) == layout.num_bytes(slot)
-        (folder / f"{base_name(slot)}.{expected}.bin").write_bytes(document)
+        (folder / f"{base_name(slot)}.0.{expected}.bin").write_bytes(document)
     files = BaseFiles(folder, layout, digests)
     ours, theirs = world.build(precision), world.build(precision, files)
     assert frozen_bytes(ours) == frozen_bytes(theirs)
     assert sum(map(layout.num_bytes, digests)) == base_bytes(run_size(run, VOCAB), precision)  # type: ignore[arg-type]
     for change in ("damaged", "short", "gone"):
-        path = folder / f"{base_name(2)}.{digests[2]}.bin"
+        path = folder / f"{base_name(2)}.0.{digests[2]}.bin"
         whole = path.read_bytes()
         path.write_bytes({"damaged": whole[:-1] + bytes([whole[-1] ^ 1]), "short": whole[:-1], "gone": b""}[change])
         if change == "gone":
@@ -350,7 +350,7 @@ def test_a_run_is_refused_whose_parts_contradict_each_other(folder: Path) -> Non
 
 def test_a_manifest_without_the_base_of_its_adapters_is_refused() -> None:
     fields = {"run_id": "run", "founder": "Qm" + "1" * 44, "software": "0.1", "vocab_size": 300}
-    manifest = fields | {"tokenizer_digest": "0" * 64, "config": {"adapter": {}}}
+    manifest = fields | {"tokenizer_digest": "0" * 64, "tokenizer_bytes": 9, "config": {"adapter": {}}}
     with pytest.raises(ValidationError, match="the run trains adapters and names no base"):
         Manifest.model_validate(manifest)
     Manifest.model_validate(manifest | {"config": {}})

@@ -28,7 +28,6 @@ from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import StartBundles, WholeModel, with_digests
 from spes_p2p.training.ranks import Ranks
@@ -194,13 +193,10 @@ def test_a_peer_without_the_checkpoint_takes_the_kept_forms_that_the_manifest_na
 
 
 def test_a_version_of_round_0_that_the_manifest_does_not_name_is_refused(tmp_path: Path) -> None:
-    identity = Identity(tmp_path / "key")
     refused = RefusedVersions()
     refused.initial = {"slot-1": digest(torch.ones(4))}
-    true, false = (
-        Version.sign(identity, "run", "slot-1", 0, torch.full((4,), x).numpy().tobytes()) for x in (1.0, 2.0)
-    )
-    later = Version.sign(identity, "run", "slot-1", 1, torch.zeros(4).numpy().tobytes())
+    true, false = (Version.of("slot-1", 0, torch.full((4,), x).numpy().tobytes()) for x in (1.0, 2.0))
+    later = Version.of("slot-1", 1, torch.zeros(4).numpy().tobytes())
     assert [refused.refuses(version) for version in (true, false, later)] == [False, True, False]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,12 +153,12 @@ def test_a_damaged_file_is_never_exported_and_leaves_nothing_half_written(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "peer", "whole"]
 
 
-def test_a_damaged_index_leaves_the_checkpoints_and_a_damaged_checkpoint_the_index(tmp_path, peer) -> None:
+def test_a_damaged_checkpoint_leaves_the_versions_and_without_these_the_checkpoints_are_left(tmp_path, peer) -> None:
     models = {round: peer.save(round) for round in (1, 2)}
     (peer.folder / "checkpoint" / "round-2-step-20" / "state.json").write_text("{}")
-    export(peer.folder, tmp_path / "by-index")
-    assert_same(tmp_path / "by-index", models[2])
-    (peer.folder / "versions" / "index.jsonl").write_text("nonsense\n")
+    export(peer.folder, tmp_path / "by-versions")
+    assert_same(tmp_path / "by-versions", models[2])
+    shutil.rmtree(peer.folder / "versions")
     assert export(peer.folder, tmp_path / "by-checkpoint").round == 1
     assert_same(tmp_path / "by-checkpoint", models[1])
 

@@ -14,7 +14,7 @@ from pulls import scripted, send_part
 from spes_p2p.codecs.vectors import BLOCK_BYTES, HASH_BYTES, block_hashes, digest
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange import fetch as module
-from spes_p2p.swarm.exchange.blocks import LIST, Have
+from spes_p2p.swarm.exchange.blocks import ALL, LIST, encode_have
 from spes_p2p.swarm.exchange.fetch import Fetch
 from spes_p2p.swarm.exchange.protocol import (
     ABSENT,
@@ -24,7 +24,7 @@ from spes_p2p.swarm.exchange.protocol import (
     GET,
     GET_BYTES,
     HAVE,
-    MAX_WANTED,
+    MAX_VERSIONS,
     WANT,
     Channel,
 )
@@ -34,11 +34,11 @@ from spes_p2p.swarm.exchange.versions import Version
 
 NUM_BLOCKS = 4
 SECONDS = 30.0
-WHOLE = Have(None).encode()
+WHOLE = encode_have(ALL)
 
 
 def version_of(data: bytes, name: str = "slot-1", round: int = 3) -> Version:
-    return Version(run_id="run", name=name, round=round, digest=digest(data), num_bytes=len(data))
+    return Version.of(name, round, data)
 
 
 def draw(num_bytes: int = NUM_BLOCKS * BLOCK_BYTES - 1000) -> bytes:
@@ -49,7 +49,7 @@ class Peer:
     """A peer with a store and a server; `script` replaces the server."""
 
     def __init__(self, folder, *held: bytes, script=None, uplink_mbit=None) -> None:
-        self.store = VersionStore(folder, "run")
+        self.store = VersionStore(folder)
         self.server = Server(self.store, uplink_mbit)
         self.script = script
         self.num_streams = 0
@@ -102,7 +102,7 @@ class Net:
 
 def pull(folder, peers: dict[str, Peer], *versions: Version, **settings) -> tuple[list[str], VersionStore, int]:
     """Fetch versions into a new store; return the failures, the store, and the bytes that came."""
-    store, net = VersionStore(folder, "run"), Net(**peers)
+    store, net = VersionStore(folder), Net(**peers)
     return asyncio.run(net.fetch(store, *versions, **settings)), store, net.num_bytes
 
 
@@ -124,7 +124,7 @@ def test_versions_come_from_all_that_have_them_and_no_byte_twice(tmp_path, monke
     assert [store.read(version.name) for version in versions] == [large, small, other]
     sent = [peer.server.bytes_out for peer in peers.values()]
     assert min(sent[:2]) > 0 and sent[2] == 0
-    assert num_bytes == sum(sent) == bytes_of(large) + len(small) + len(other), "a version of one block needs no list"
+    assert num_bytes == sum(sent) == bytes_of(large) + bytes_of(small) + bytes_of(other)
 
 
 def test_a_liar_costs_one_block_and_is_asked_no_more(tmp_path, monkeypatch, caplog):
@@ -267,10 +267,9 @@ def test_a_version_that_no_peer_has_is_given_up_and_one_that_comes_meanwhile_is_
     asked = later.store.have
 
     def publish_when_asked(wanted):
-        if asked(wanted).is_whole or asked("0" * 64) is None:
-            return asked(wanted)
+        answer = asked(wanted)
         later.store.add({"slot-1": (version_of(data), data)})
-        return Have()
+        return answer
 
     monkeypatch.setattr(later.store, "have", publish_when_asked)
     failures, store, _ = pull(tmp_path / "mine", {"later": later}, version_of(data))
@@ -280,7 +279,7 @@ def test_a_version_that_no_peer_has_is_given_up_and_one_that_comes_meanwhile_is_
 def test_a_fetch_goes_on_with_the_blocks_of_a_process_that_was_killed(tmp_path):
     """What is wrong in the file is fetched again; what is left over of another version of the name is deleted."""
     data, old = draw(NUM_BLOCKS * BLOCK_BYTES), draw(NUM_BLOCKS * BLOCK_BYTES)
-    store = VersionStore(tmp_path / "mine", "run")
+    store = VersionStore(tmp_path / "mine")
     for content, start in ((old, 0), (data, 1)):
         left = store.begin(version_of(content))
         assert left.write(LIST, block_hashes(content)) and not left.write(LIST, block_hashes(content))
@@ -315,7 +314,7 @@ def test_blocks_of_a_version_on_its_way_are_passed_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_bytes"), [(WANT, 33), (WANT, HASH_BYTES * (MAX_WANTED + 1)), (GET, GET_BYTES - 1), (DATA, 1)]
+    ("kind", "num_bytes"), [(WANT, 33), (WANT, HASH_BYTES * (MAX_VERSIONS + 1)), (GET, GET_BYTES - 1), (DATA, 1)]
 )
 def test_a_request_that_is_none_ends_the_stream(tmp_path, kind, num_bytes):
     async def ask():

@@ -16,7 +16,6 @@ from spes_p2p.config.changes import CHANGEABLE, changes, check_changes, check_ke
 from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError, ExchangeError
 from spes_p2p.swarm.certificate import Body, Revision
-from spes_p2p.swarm.exchange.versions import REVISION, Version
 from spes_p2p.swarm.manifest import (
     DEALT_ROUNDS,
     REVISION_FILE,
@@ -49,6 +48,7 @@ def manifest(founder) -> Manifest:
         config=settings(),
         vocab_size=64,
         tokenizer_digest="0" * 64,
+        tokenizer_bytes=100,
     )
 
 
@@ -70,21 +70,18 @@ class Signed:
     run: RunConfig
     number: int = 1
 
+    @functools.cached_property
+    def signed(self) -> Manifest:
+        fields = {"config": self.run, "revision": self.number, "founding": self.manifest.digest}
+        return self.manifest.model_copy(update=fields).sign(self.key)
+
     @property
     def document(self) -> bytes:
-        fields = {"config": self.run, "revision": self.number, "founding": self.manifest.digest}
-        return self.manifest.model_copy(update=fields).encode()
-
-    @functools.cached_property
-    def version(self) -> Version:
-        return Version.sign(self.key, "run", REVISION, self.number, self.document)
+        return self.signed.encode()
 
     @property
     def named(self) -> Revision:
-        return Revision(number=self.number, digest=self.version.digest)
-
-    def write(self, path: Path) -> None:
-        path.write_bytes(self.version.model_dump_json().encode() + b"\n" + self.document)
+        return Revision(number=self.number, digest=self.signed.digest)
 
 
 @pytest.fixture
@@ -202,18 +199,19 @@ def test_weights_of_sequences_that_are_dealt_cannot_change() -> None:
 def test_the_file_is_the_founders_or_counts_for_nothing(longer, manifest, tmp_path, caplog) -> None:
     path = tmp_path / REVISION_FILE
     assert read_revision(path, manifest) is None and not caplog.text
-    longer.write(path)
-    assert read_revision(path, manifest) == (longer.version, longer.document)
+    path.write_bytes(longer.document)
+    assert read_revision(path, manifest) == longer.signed
     assert [each.config for each in kept_revisions(manifest, _nothing, path)] == [manifest.config, longer.run]
-    forged, padded = tmp_path / "forged", path.read_bytes() + b" "
-    dataclasses.replace(longer, key=Identity(tmp_path / "rival")).write(forged)
-    for content in (b"", b"[]\n", longer.document, b"{" * 10**6, forged.read_bytes(), padded):
+    forged = dataclasses.replace(longer, key=Identity(tmp_path / "rival")).document
+    rival = manifest.model_copy(update={"vocab_size": 65})
+    other = dataclasses.replace(longer, manifest=rival).document
+    for content in (b"", b"[]\n", manifest.encode(), b"{" * 10**6, forged, other):
         caplog.clear()
         path.write_bytes(content)
         assert read_revision(path, manifest) is None and "run spes amend again" in caplog.text
 
 
-def _nothing(name: str, digest: str = "") -> bytes:
+def _nothing(name: str, *, before: bool = False) -> bytes:
     raise ExchangeError("none")
 
 
@@ -240,50 +238,42 @@ class ScriptedSwarm:
     def __init__(self, last: Body) -> None:
         self.peer_id = PEERS[5]
         self.body = last
-        self.stored: dict[str, tuple[Version, bytes]] = {}
+        self.stored: list[bytes] = []
         self.elsewhere: Signed | None = None
         self.holder, self.declared = PEERS[1], 0
         self.stated: list[Revision] = []
         self.announced: list[int] = []
         self.consensus = SimpleNamespace(state=self.stated.append)
-        self.exchange = SimpleNamespace(pull_document=self._pull)
+        self.exchange = SimpleNamespace(documents=self._documents)
 
     def last(self) -> Body:
         return self.body
 
-    def versions(self) -> dict[str, Version]:
-        return {REVISION: [*self.stored.values()][-1][0]} if self.stored else {}
-
     def read(self, kind: type) -> dict[str, ManifestRecord]:
         assert kind is ManifestRecord
-        record = ManifestRecord(peer_id=self.holder, digest="0" * 64, num_bytes=1, revision=self.declared)
+        record = ManifestRecord(peer_id=self.holder, digest="0" * 64, revision=self.declared)
         return {self.holder: record}
 
     def announce(self, record: ManifestRecord) -> None:
         self.announced.append(record.revision)
 
-    def keep_document(self, version: Version, data: bytes) -> None:
-        self.stored[version.digest] = version, data
+    def keep_document(self, name: str, data: bytes, round: int) -> None:
+        self.stored.append(data)
 
-    def load_document(self, name: str, digest: str = "") -> bytes:
-        if digest not in self.stored:
+    def load_document(self, name: str, *, before: bool = False) -> bytes:
+        if len(self.stored) <= before:
             raise ExchangeError("this peer has no such version")
-        return self.stored[digest][1]
+        return self.stored[-1 - before]
 
-    def _pull(self, name, peers, *, author, min_round, digest, **more) -> str:
-        version = self.elsewhere.version if self.elsewhere is not None and peers else None
-        is_wanted = version is not None and version.author == author and version.round >= min_round
-        if not is_wanted or digest not in ("", version.digest):
-            return "no peer offers it"
-        self.keep_document(version, self.elsewhere.document)
-        return ""
+    def _documents(self, name: str, peers: list[str], seconds: float) -> dict[str, bytes]:
+        return {peer: self.elsewhere.document for peer in peers if self.elsewhere is not None}
 
 
 def test_a_revision_is_in_force_once_a_certificate_names_it_and_not_before(longer, manifest, tmp_path, caplog) -> None:
     swarm = ScriptedSwarm(at_round(5))
     revisions = Revisions(swarm, manifest, tmp_path / REVISION_FILE)
     assert revisions.look() is None and not swarm.stated and swarm.announced == [0]
-    longer.write(tmp_path / REVISION_FILE)
+    (tmp_path / REVISION_FILE).write_bytes(longer.document)
     assert revisions.look() is None and swarm.stated == [longer.named] and swarm.announced == [0, 1]
     assert revisions.run.round.total == 10
     swarm.body = at_round(6, revision=longer.named)
@@ -301,7 +291,7 @@ def test_a_peer_that_cannot_fetch_it_keeps_the_old_settings_and_asks_again_each_
     assert newcomer.look() is None
     swarm.elsewhere = dataclasses.replace(longer, run=settings(round={"total": 30}))  # peers that have another one only
     assert newcomer.look() is None and newcomer.run == manifest.config
-    assert caplog.text.count("revision 1 of the run's settings changes nothing here: cannot fetch it (no peer") == 1
+    assert caplog.text.count("revision 1 of the run's settings changes nothing here: no peer asked") == 1
     swarm.elsewhere = longer
     assert newcomer.look() == longer.run
 
@@ -317,7 +307,7 @@ def test_a_peer_reads_a_revision_that_a_known_one_declares_and_then_states_it(ho
     assert revisions.look() is None and swarm.stated == ([longer.named] if holder == PEERS[1] else [])
 
 
-@pytest.mark.parametrize("kind", ["another founding", "no manifest", "impossible", "too late", "a forger's"])
+@pytest.mark.parametrize("kind", ["another founding", "impossible", "too late", "a forger's"])
 def test_a_peer_neither_states_nor_takes_over_what_is_not_the_founders_or_not_possible(
     kind, longer, manifest, tmp_path, caplog
 ) -> None:
@@ -327,15 +317,11 @@ def test_a_peer_neither_states_nor_takes_over_what_is_not_the_founders_or_not_po
     late = settings(data=mixed([3], [2]).model_dump())
     bad = {
         "another founding": dataclasses.replace(longer, manifest=manifest.model_copy(update={"vocab_size": 65})),
-        "no manifest": longer,
         "impossible": dataclasses.replace(longer, run=settings(**LONGER, seed=3)),
         "too late": dataclasses.replace(longer, manifest=manifest, run=late),
         "a forger's": dataclasses.replace(longer, key=Identity(tmp_path / "rival")),
     }[kind]
     swarm.elsewhere, swarm.declared = bad, 1
-    if kind == "no manifest":
-        swarm.keep_document(Version.sign(longer.key, "run", REVISION, 1, b"{}"), b"{}")
-        bad = SimpleNamespace(named=Revision(number=1, digest=next(iter(swarm.stored))))
     revisions = Revisions(swarm, manifest)
     assert revisions.look() is None and not swarm.stated
     if kind != "too late":  # a quorum has found it in time
@@ -349,7 +335,7 @@ def test_an_older_revision_than_the_one_in_force_changes_nothing(longer, manifes
     swarm = ScriptedSwarm(at_round(6, revision=newer.named))
     swarm.elsewhere = newer
     revisions = Revisions(swarm, manifest, tmp_path / REVISION_FILE)
-    longer.write(tmp_path / REVISION_FILE)
+    (tmp_path / REVISION_FILE).write_bytes(longer.document)
     assert revisions.look() == newer.run and not swarm.stated
     swarm.body = at_round(7, revision=longer.named)  # no quorum names it (`newest_read`)
     assert revisions.look() is None and revisions.run == newer.run
@@ -357,7 +343,7 @@ def test_an_older_revision_than_the_one_in_force_changes_nothing(longer, manifes
 
 def test_a_finished_run_goes_on_by_a_revision_that_no_certificate_names_yet(longer, manifest, tmp_path) -> None:
     swarm = ScriptedSwarm(at_round(10))
-    longer.write(tmp_path / REVISION_FILE)
+    (tmp_path / REVISION_FILE).write_bytes(longer.document)
     assert Revisions(swarm, manifest, tmp_path / REVISION_FILE).look() == longer.run
     assert swarm.stated == [longer.named], "the next certificate names it"
     other = ScriptedSwarm(at_round(10))
