@@ -10,11 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from spes_p2p.codecs.format import Format
 from spes_p2p.config import MAX_PEER_TOKENS, Frozen, PositiveFloat
-from spes_p2p.sim.hub import Lie, MemoryHub
+from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.averaging.partition import Message, decode_message, encode_message
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Member
@@ -115,14 +113,7 @@ class AttackingSwarm(MemorySwarm):
             case _:
                 return delta
 
-    def _lie(self, round: int) -> Lie | None:
+    def _lie(self, round: int) -> float | None:
         if all(round < attack.from_round for attack in self._attacks):
             return None
-        factor = next((-attack.factor for attack in self._does("lying_reducer", round)), 1.0)
-
-        def lie(format: Format, message: Message, mean: Tensor) -> Tensor:
-            values = decode_message(format, message, mean)
-            is_delta = torch.cat([torch.full((part.numel,), part.segment == 0) for part in message])
-            return encode_message(format, message, torch.where(is_delta, values * factor, values))
-
-        return lie
+        return next((-attack.factor for attack in self._does("lying_reducer", round)), 1.0)

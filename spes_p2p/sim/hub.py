@@ -11,14 +11,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.format import Format
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.errors import ExchangeError
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.swarm.averaging.audit import Auditor, Evidence
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt
-from spes_p2p.swarm.averaging.partition import GroupPlan, Message, bytes_of, decode_message, reduce_message
+from spes_p2p.swarm.averaging.partition import (
+    GroupPlan,
+    Message,
+    bytes_of,
+    decode_message,
+    encode_message,
+    reduce_message,
+)
 from spes_p2p.swarm.certificate import (
     MAX_VOTERS,
     Body,
@@ -35,9 +41,6 @@ from spes_p2p.swarm.names import SHARED, VectorName, by_form
 from spes_p2p.swarm.records import MAX_SLOTS, Claim, Record
 from spes_p2p.swarm.roster import Member, Roster
 
-Lie = Callable[[Format, Message, Tensor], Tensor]
-"""Changes the encoded mean of a message that a dishonest peer reduces."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -48,14 +51,15 @@ class Entry:
         encoded: The peer's vectors in their encoding.
         encoding: The encoding of all vectors.
         errors: Rounding errors of the means that the peer has reduced so far, by group.
-        lie: Set for a dishonest peer, which accuses no other; None for an honest one.
+        lie: Factor of the deltas in the means that a dishonest peer reduces; it accuses no other. None for an honest
+            one.
     """
 
     member: Member
     encoded: Mapping[VectorName, Tensor]
     encoding: DeltaEncoding
     errors: dict[VectorName, Tensor]
-    lie: Lie | None = None
+    lie: float | None = None
 
 
 class MemoryHub:
@@ -65,7 +69,6 @@ class MemoryHub:
         run_id: The run's name, for versions.
         matchmaking_seconds: Time that peers wait for others beyond a round's start.
         lease_seconds: Time that records outlive a peer that has vanished.
-        clock: Virtual time; a new clock by default.
         founder: Id of the founding peer; by default the first peer that comes.
         min_peers: Most members that vote from the first certificate on; by default all that confirm it.
         num_slots: Experts per layer of the run's model.
@@ -77,7 +80,6 @@ class MemoryHub:
         run_id: str,
         matchmaking_seconds: float = 3.0,
         lease_seconds: float = 30.0,
-        clock: VirtualClock | None = None,
         *,
         founder: str = "",
         min_peers: int = MAX_VOTERS,
@@ -87,7 +89,7 @@ class MemoryHub:
         self.run_id = run_id
         self.matchmaking_seconds = matchmaking_seconds
         self.lease_seconds = lease_seconds
-        self.clock = clock or VirtualClock()
+        self.clock = VirtualClock()
         self.records: dict[type[Record], dict[str, tuple[Record, float]]] = {}
         self.bundles: dict[str, dict[VectorName, tuple[Version, Tensor]]] = {}
         self.bytes_out: dict[str, int] = {}
@@ -341,7 +343,11 @@ class GroupMean:
             sent = {sender: self._met[peers[sender]].encoded[self._name][place] for sender in plan.senders}
             decoded = [auditor.decode(sender, message, data) for sender, data in sent.items()]
             encoded, residual = reduce_message(plan, message, decoded, errors[span], auditor.weigh)
-            self.mean[place] = encoded if entry.lie is None else entry.lie(plan.format, message, encoded)
+            if entry.lie not in (None, 1.0):
+                values = decode_message(plan.format, message, encoded)
+                factors = torch.cat([torch.full((p.numel,), 1.0 if p.segment else entry.lie) for p in message])
+                encoded = encode_message(plan.format, message, values * factors)
+            self.mean[place] = encoded
             new_errors[span.start - start : span.stop - start] = residual
             mean_N = decode_message(plan.format, message, self.mean[place])
             for peer, other in self.auditors.items():

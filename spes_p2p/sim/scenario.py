@@ -141,10 +141,6 @@ class Scenario(Frozen):
                 raise ValueError(
                     f"max_slots={slots} exceeds run.model.num_experts={num_slots}; set it to {num_slots} or less"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_churn(self) -> Scenario:
         if self.churn is None:
             return self
         if self.events or self.run.round.total < 3:
@@ -173,10 +169,9 @@ class Scenario(Frozen):
                     f"choose from {first} to {self.run.round.total - 1}"
                 )
         for peer in range(self.peers):
-            joins, ends = (
-                [event.round for event in self.schedule if event.peer == peer and event.kind in kinds]
-                for kinds in (("join",), ("leave", "kill"))
-            )
+            own = [event for event in self.schedule if event.peer == peer]
+            joins = [event.round for event in own if event.kind == "join"]
+            ends = [event.round for event in own if event.kind in ("leave", "kill")]
             if len(joins) > 1 or len(ends) > 1 or (joins and ends and ends[0] <= joins[0]):
                 raise ValueError(
                     f"peer {peer} joins at rounds {joins} and goes at {ends}; let it join once, then go once, "
@@ -205,11 +200,6 @@ class Scenario(Frozen):
     def founders(self) -> list[int]:
         """Peers that are there from the start."""
         return [peer for peer in range(self.peers) if self.event_round(peer, "join") is None]
-
-    def interruptions(self, peer: int) -> list[Event]:
-        """Return a peer's pauses and its death, in the order of their rounds."""
-        own = [event for event in self.schedule if event.peer == peer and event.kind in ("kill", "pause")]
-        return sorted(own, key=lambda event: event.round)
 
     def event_round(self, peer: int, kind: str) -> int | None:
         """Return the round of a peer's first event of a kind; None without one."""

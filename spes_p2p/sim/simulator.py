@@ -20,7 +20,6 @@ from torch import LongTensor, Tensor
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
-from spes_p2p.data.shared import SharedOrder
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
 from spes_p2p.errors import ConfigError, SimulationError
@@ -30,7 +29,6 @@ from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, over_checkpoint
 from spes_p2p.planner.size import ModelSize, run_size
 from spes_p2p.sim.attacks import AttackingSwarm
-from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.swarm import MemorySwarm
@@ -80,14 +78,8 @@ class PacedTokens:
         self._spend(tokens_BT1[:, 1:].numel())
         return tokens_BT1
 
-    def deal(self, share: range, own: str) -> None:
-        cast(SharedOrder, self._source).deal(share, own)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._source.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._source.load_state_dict(state)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
 
 class VirtualMachine(NamedTuple):
@@ -127,7 +119,7 @@ class VirtualPeer:
         self._tokens_per_second = machine.tokens_per_second
         self._exchange_seconds = run.round.exchange_seconds
         ranks = Ranks(machine.device)
-        paced = PacedTokens(data, self._spend)
+        paced = cast(TokenSource, PacedTokens(data, self._spend))
         self.trainer = build_trainer(run, vocab_size, paced, ranks, clock=self._clock.now, base=base)
         self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=machine.max_slots)
         swarm.enter(self.sync.anchors.vectors())
@@ -300,20 +292,20 @@ class _Simulation:
         texts = scenario.peer_text or [scenario.text]
         sources = [train_sources(self._run.data, tokenizer, paths=paths, cache=cache) for paths in texts]
         self._texts = [(source, public_text(source, self._run.data.sequence_length)) for source in sources]
-        self._clock = VirtualClock()
         self._hub = MemoryHub(
             scenario.run_id,
             rounds.matchmaking_seconds,
             rounds.lease_seconds,
-            self._clock,
             founder=self._peer_id(scenario.founders[0]),
             min_peers=rounds.min_peers,
             num_slots=self._run.num_slots,
             shrink_seconds=rounds.shrink_seconds,
         )
+        self._clock = self._hub.clock
         self._peers: dict[int, VirtualPeer] = {}
         self._present = set(scenario.founders)
-        self._interruptions = [scenario.interruptions(peer) for peer in range(scenario.peers)]
+        events = sorted(scenario.schedule, key=lambda event: event.round)
+        self._interruptions = [event for event in events if event.kind in ("kill", "pause")]
         self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
         self._initial: Mapping[VectorName, Tensor] = {}
         self._model = WholeModel(self._run, self._vocab_size, Ranks(scenario.device).device, self._base)
@@ -424,8 +416,8 @@ class _Simulation:
             self._conclude(index, report.round)
         if leave is not None and report.round >= leave:
             raise Leaves
-        while self._interruptions[index] and report.round >= self._interruptions[index][0].round:
-            event = self._interruptions[index].pop(0)
+        for event in [each for each in self._interruptions if each.peer == index and report.round >= each.round]:
+            self._interruptions.remove(event)
             self._peers[index].interrupt(event.after_seconds, event.seconds or math.inf)
 
     # ------------------------------------------------------------------ rounds

@@ -11,7 +11,7 @@ from torch import Tensor
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError, SimulationError
-from spes_p2p.sim.hub import Entry, Lie, MemoryHub
+from spes_p2p.sim.hub import Entry, MemoryHub
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, means_of
 from spes_p2p.swarm.bans import Bans
@@ -160,8 +160,8 @@ class MemorySwarm:
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         return self._encoding.encode(contribution)
 
-    def _lie(self, round: int) -> Lie | None:
-        """Return how the peer falsifies means in a round; None for an honest peer."""
+    def _lie(self, round: int) -> float | None:
+        """Return by which factor the peer falsifies means in a round; None for an honest peer."""
         return None
 
     def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -107,11 +107,8 @@ class GuestList:
                 users.setdefault(self.check(peer, text, now), []).append(peer)
             except RecordError as error:
                 refused[peer] = f"{peer} {error}"
-        return refused | {peer: f"{peer} is one too many on its invite" for peer in _surplus(users.values())}
-
-
-def _surplus(users: Iterable[list[str]]) -> list[str]:
-    return [peer for peers in users for peer in peers[MAX_IDENTITIES:]]  # guard: invite-identities
+        surplus = [peer for peers in users.values() for peer in peers[MAX_IDENTITIES:]]  # guard: invite-identities
+        return refused | {peer: f"{peer} is one too many on its invite" for peer in surplus}
 
 
 def _signed_part(run_id: str, key: str, expires: int) -> bytes:

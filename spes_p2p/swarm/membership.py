@@ -140,7 +140,7 @@ class Membership:
             log.warning(
                 "the swarm is out of reach since %.0f s; keeping round %d, trying %d known addresses; a voter goes on "
                 "alone in %.0f s (sooner: start again with --resume --alone)",
-                *(max(now - began, self._watchdog.seconds_alone), round, self._node.num_addresses()),
+                *(max(now - began, self._watchdog.seconds_alone), round, len(self._node.known_addresses())),
                 max(0.0, began + seconds - now),
             )
         return True

@@ -487,10 +487,6 @@ class Node:
         """Return one address of each known peer, initial peers first."""
         return [at[0] for at in {**self._initial_peers, **self.peerstore.addresses()}.values()]
 
-    def num_addresses(self) -> int:
-        """Return the number of addresses of all known peers."""
-        return sum(map(len, {**self.peerstore.addresses(), **self._initial_peers}.values()))
-
     # ------------------------------------------------------------------ peers
 
     def remember(self, contacts: Mapping[str, Sequence[str]], first: Collection[str] = ()) -> None:
