@@ -2,10 +2,10 @@
 
 import multiprocessing
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_a_fork import in_a_fork
 
 from spes_p2p.config.machine import PeerConfig
 from spes_p2p.errors import ConfigError, JoinError
@@ -33,17 +33,6 @@ def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: 
         assert "in use by another process" in in_a_fork(start)
         assert {path.name for path in tmp_path.iterdir()} == {"identity.key", ".lock"}
     assert in_a_fork(start) == "it has started"
-
-
-def in_a_fork(work: Callable[[], str]) -> str:
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=lambda: there.send(work()))
-    process.start()
-    try:
-        return here.recv() if here.poll(60) else "it hangs"
-    finally:
-        process.kill()
-        process.join()
 
 
 def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_path: Path) -> None:
