@@ -6,8 +6,9 @@ Shape legend: N elements of a vector.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -108,6 +109,32 @@ def has_digest(path: Path, digest: str) -> bool:
 
 
 Shape = tuple[int, ...]
+Name = TypeVar("Name", bound=str)
+
+
+class LazyVectors(Mapping[Name, Tensor]):
+    """Flat vectors by name, each read anew when it is asked for, so that memory need not hold more than one.
+
+    Args:
+        names: Vectors to read, in order.
+        read: Reads one.
+    """
+
+    def __init__(self, names: Iterable[Name], read: Callable[[Name], Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: Name) -> Tensor:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it, as `Mapping` would
+
+    def __iter__(self) -> Iterator[Name]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Layout:

@@ -169,12 +169,12 @@ def _train(
         if found is not None:
             sync.held.resume(found.state.slots)
         stack.callback(sync.held.leave)
-        sync.amended = partial(_each_round, config, joined)
         end.prepare(partial(_hand_over, sync, run.round))
         has_version = SHARED in swarm.versions() or saved is not None
         initial = None if has_version else _initial(config, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
         loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, intent=controls.intent)
+        loop.amended = partial(_each_round, config, joined)
         try:
             loop.open(initial, saved)
             if config.resume_round not in (None, sync.round) and not loop.is_ended:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.kept import KeptForm
-from spes_p2p.codecs.vectors import Layout, digest
+from spes_p2p.codecs.vectors import Layout, LazyVectors, digest
 from spes_p2p.config import AdapterStart, MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ConfigError, ExchangeError
@@ -28,7 +28,6 @@ from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.ranks import Ranks, freed_at_once
-from spes_p2p.training.round_work import StoredVectors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
@@ -107,7 +106,7 @@ def build_synchroniser(
     vocab_size = trainer.model.config.vocab_size
 
     @cache
-    def drawn() -> StoredVectors:
+    def drawn() -> LazyVectors[VectorName]:
         return build_initial(run, vocab_size, anchors, trainer.layouts)
 
     holdings = HeldSlots(
@@ -123,7 +122,9 @@ def build_synchroniser(
     return Synchroniser(swarm, run, held=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
 
 
-def build_initial(run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]) -> StoredVectors:
+def build_initial(
+    run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]
+) -> LazyVectors[VectorName]:
     """Return the bundles of a run that starts from its seed, drawn when they are asked for; the same on every peer."""
     weights: InitialFactors | InitialWeights = (
         InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
@@ -132,7 +133,7 @@ def build_initial(run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Ma
     )
     sizes = anchors.bundle_numel()
     names = (SHARED, *map(VectorName.of_slot, range(run.num_slots)))
-    return StoredVectors(
+    return LazyVectors(
         names, lambda name: _bundle(layouts[name.kind].flatten(weights.read(name.slot)), sizes[name.kind])
     )
 
@@ -149,7 +150,7 @@ def outline_of(run: RunConfig, vocab_size: int) -> SlotModel:
     return outline(run.model, vocab_size, run.data.sequence_length)
 
 
-class StartBundles(StoredVectors):
+class StartBundles(LazyVectors[VectorName]):
     """The bundles of a run that starts from a checkpoint, each read from the disk when it is asked for, and verified.
 
     Of a run with adapters they are those of an adapter's folder.

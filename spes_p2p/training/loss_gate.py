@@ -17,12 +17,12 @@ from typing import cast
 import torch
 from torch import LongTensor, Tensor
 
+from spes_p2p.codecs.vectors import LazyVectors
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.data.shared import MAX_PROBE_PARTS, PROBE_TOKENS, probe_sequences
 from spes_p2p.errors import ExchangeError
 from spes_p2p.model.loss import num_targets
 from spes_p2p.swarm.names import VectorName
-from spes_p2p.training.round_work import StoredVectors
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -93,12 +93,11 @@ class LossGate:
         """
         trained = set(self._trainer.names) - set(adopted)  # guard: adopted-judged
         others = [name for name in sorted(vectors) if name.is_weights and name not in trained]
-        stored = StoredVectors() | vectors
-        own = {name for name in stored if name not in others}  # guard: others-chance
-        self._trainer.load(stored.only(own.__contains__))
+        own = [name for name in vectors if name not in others]  # guard: others-chance
+        self._trainer.load(LazyVectors(own, vectors.__getitem__))
         if not others:
             return
-        if not self._sync.stats.num_committed:  # guard: catching-up-gate
+        if not self._sync.num_committed:  # guard: catching-up-gate
             self._losses.clear()
             self._rises.clear()
             self._lengths.clear()
@@ -108,11 +107,11 @@ class LossGate:
         lengths: dict[VectorName, float] = {}
 
         def measured(name: VectorName) -> Tensor:
-            flat, form = stored[name], self._sync.anchors.form
+            flat, form = vectors[name], self._sync.anchors.form
             lengths[name] = flat.norm().item() if form is None or flat.dtype != torch.uint8 else form.length(flat)
             return flat
 
-        self._trainer.load(StoredVectors(others, measured))
+        self._trainer.load(LazyVectors(others, measured))
         others = self._without_longer(lengths)
         most_worse = MAX_WORSE + min(max(self._rises, default=0.0), MAX_CHANCE)  # guard: chance-bound
         loss = self._measure()

@@ -1,7 +1,6 @@
-"""The rounds of one peer: train until the round ends, synchronise, load, save, report. The leader rank runs this.
+"""One round of a peer: train, meet, average, agree, commit, fetch, load. The rest of this folder serves this page.
 
-`TrainingLoop._one_round` is a round on one screen; the rest of this file serves it. docs/one_round.md follows a round
-through all files.
+Only the leader rank runs it; docs/one_round.md follows a round through all files.
 """
 
 from __future__ import annotations
@@ -14,19 +13,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from spes_p2p.codecs.vectors import LazyVectors
 from spes_p2p.config import RunConfig
 from spes_p2p.config.controls import Intent
 from spes_p2p.errors import DataError
 from spes_p2p.optim.schedule import rate_of_step
+from spes_p2p.swarm.certificate import Body
+from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
+from spes_p2p.training import opening
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.dealer import deal
 from spes_p2p.training.loss_gate import LossGate
-from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
 from spes_p2p.training.slots import active_of
-from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
+from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser, Trained
 from spes_p2p.training.trainer import Step, Trainer
 
 log = logging.getLogger(__name__)
@@ -38,37 +40,6 @@ IDLE_SECONDS = 0.5
 MAX_FRUITLESS = 5
 """Attempts in a row without a finite step after which a peer ends."""
 REMEDY = "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu"
-
-
-@dataclass
-class Steps:
-    """The local steps of a round, while it is trained.
-
-    Attributes:
-        began: The trainer's time at the round's beginning.
-        began_at: The same in DHT time.
-        num: Steps.
-        num_finite: Steps with a finite gradient.
-        tokens: Tokens that these have trained.
-        weighted_loss: Sum over these tokens of the loss, nats.
-        paused_seconds: Time for which the owner had paused the training.
-    """
-
-    began: float
-    began_at: float
-    num: int = 0
-    num_finite: int = 0
-    tokens: int = 0
-    weighted_loss: float = 0.0
-    paused_seconds: float = 0.0
-
-    def add(self, step: Step) -> None:
-        """Count a step."""
-        self.num += 1
-        if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
-            self.num_finite += 1
-            self.tokens += step.tokens
-            self.weighted_loss += step.loss * step.tokens
 
 
 class TrainingLoop:
@@ -100,7 +71,7 @@ class TrainingLoop:
         self._gate = gate
         self._checkpointer = Checkpointer(checkpoint, trainer, sync)
         self._wanted = intent
-        self._on_round: Callable[[Metrics], None] | None = None
+        self._on_round: Callable[[Metrics], None] = lambda report: None
         self._total_tokens = 0
         self._share = range(0)  # of shared data
         self._tokens_per_second = self._places_per_second = 0.0
@@ -108,6 +79,8 @@ class TrainingLoop:
         self._last_report = self._trainer.clock()
         self._step_seconds = 0.0
         self._num_fruitless = 0
+        self.amended: Callable[[], RunConfig | None] = lambda: None
+        """Returns the run's settings if the last certificate has changed them."""
         self.is_ended = False
         """Whether the peer was asked to end, and has."""
         self.brought_steps = 0
@@ -115,7 +88,47 @@ class TrainingLoop:
         self.begun_rounds = 0
         """Rounds that this peer began to train, whether they were committed or not."""
 
-    def open(self, initial: Callable[[], Mapping[VectorName, Tensor]] | None, saved: Saved | None = None) -> None:
+    def _one_round(self, trained: Trained | None = None) -> None:
+        """Run the round after the last certificate. On return the peer trains from a newer one, or the same again.
+
+        Args:
+            trained: Of a peer that has just come: nothing, it only meets the others. By default it trains.
+        """
+        trained = trained or self._train()  # local steps; the deltas are read when they are sent
+        if trained is None:
+            return
+        sync, held, began, before = self._sync, self._sync.held, self._now(), self._sync.round
+        if trained.deltas:  # guard: infinite-peer
+            sync.await_steps()
+        expected = held.expected(held.claims())
+        result, staged, body = sync.settle(trained, began, len(expected), self._round_ends)  # meet, average, agree
+        settled_at = held.clock()
+        if len(result.roster) > 1:
+            held.has_met(result.roster, expected)
+        moments = {name: vector for name, vector in staged.items() if name.is_moments}
+        sync.num_committed = len(staged.keys() & (trained.deltas or held.names))
+        if body is not None and staged:
+            sync.commit(body, result, staged)  # the versions are published, and are the new anchors
+            result, staged = replace(result, means={}), {}  # as large as what was trained
+            held.rebalance()  # which slots are this peer's from now on
+            held.fetch(result.roster, trained.routed)  # what the certificate names and this peer lacks
+            ends_at: float | None = body.ends_at
+        else:
+            ends_at = self._go_on(trained, result, body, len(expected))
+        self._round_ends = ends_at or sync.next_end(result, sync.round + 1)
+        sync.announce(self._round_ends)
+        sync.synced.append(min(self._now() - began, 3600.0))
+        held.unloaded.update(held.names)
+        seconds = held.clock() - settled_at
+        self._load(moments)  # others' slots, as far as the model is no worse with them
+        if sync.round > before:
+            data = self._trainer.data.state_dict()
+            self._checkpointer.save(sync.round, self._trainer.steps, self._total_tokens, data, is_last=self._is_over)
+            self._report(trained, result, seconds)
+
+    # ------------------------------------------------------------------ the run
+
+    def open(self, initial: opening.Initial | None, saved: Saved | None = None) -> None:
         """Enter the swarm and load its state.
 
         Args:
@@ -126,7 +139,8 @@ class TrainingLoop:
         self.is_ended = intent.ends
         if self.is_ended:
             return
-        self._load(self._sync.open(initial))
+        opening.enter(self._sync, initial)
+        self._load()
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
             self._checkpointer.restore(saved)
@@ -144,7 +158,7 @@ class TrainingLoop:
         Args:
             on_round: Called with the report of each round that this peer commits.
         """
-        self._on_round = on_round
+        self._on_round = on_round or self._on_round
         try:
             if not self.is_ended:
                 self._meet()
@@ -157,37 +171,21 @@ class TrainingLoop:
             self._checkpointer.close()
 
     def _meet(self) -> None:
-        """Learn when the first round ends.
+        """Learn when the first round ends: from the others' present round, or from a roster without deltas.
 
         A peer that comes late may meet the others as they end a round: it commits that round without tokens of its own.
         """
-        work = RoundWork(
-            vectors={},
-            tokens=0,
-            tokens_per_second=self._tokens_per_second,
-            places_per_second=self._places_per_second,
-            seconds=0.0,
-            steps=self._trainer.steps,
-            total_tokens=self._total_tokens,
-            data=self._trainer.data.state_dict(),
-        )
-        self._load(self._sync.meet(work))
-        if self._sync.stats.num_committed > 0:
-            self._conclude(work)
-
-    def _one_round(self) -> None:
-        """Run one round. Its vectors are local to this call, so they are freed before the next round."""
-        work = self._train()  # local vectors, moments, tokens, routed
-        if work is None or self._is_over:
-            return  # its owner has ended it; or the others have ended the run meanwhile
-        before = self._sync.round
-        self._load(self._sync.synchronise(work, closes_from=self._round_ends))
-        if self._sync.round > before:
-            self._conclude(work)
+        ends_at = opening.rejoin(self._sync)
+        self._round_ends = ends_at or 0.0
+        if ends_at is None:
+            self._one_round(Trained({}, 0, self._tokens_per_second, 0.0, self._places_per_second))
+        else:
+            self._sync.announce(ends_at)
+            self._load()
 
     def _follow_amendments(self) -> None:
         """Go on with the settings that the founder has changed, if the last certificate says so."""
-        run = self._sync.amended()
+        run = self.amended()
         if run is not None:
             self._run = run
             if run.data.mixture:
@@ -199,11 +197,11 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ training
 
-    def _train(self) -> RoundWork | None:
+    def _train(self) -> Trained | None:
         """Make local steps until the round ends.
 
         Returns:
-            What was trained; None if the owner has ended this peer before it has trained anything.
+            What was trained; None if the owner has ended this peer before it has trained anything, or others the run.
         """
         steps = Steps(self._trainer.clock(), self._now())
         self.begun_rounds += 1
@@ -225,7 +223,8 @@ class TrainingLoop:
             began = self._trainer.clock()
             steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
             self._step_seconds = self._trainer.clock() - began
-            self._rescue_orphans()
+            if self._sync.held.rescue_orphans():
+                self._load()
         seconds = self._trainer.clock() - steps.began - steps.paused_seconds
         if steps.num:
             self._tokens_per_second = steps.tokens / seconds
@@ -237,7 +236,32 @@ class TrainingLoop:
             words = "round %d: trained %d batches, %d of them from its share, which begins at batch %d"
             from_share = min(steps.num, len(self._share))
             log.info(words, self._sync.round + 1, steps.num, from_share, self._share.start)
-        return self._work(steps, seconds)
+        self._trainer.give_back()  # gradients and activations: the round's vectors take as much
+        self.brought_steps = self._trainer.steps
+        if self._is_over:
+            return None
+        return Trained(
+            deltas=self._deltas(),
+            tokens=steps.tokens,
+            tokens_per_second=self._tokens_per_second if steps.num else 0.0,
+            seconds=seconds,
+            places_per_second=self._places_per_second if steps.num else 0.0,
+            routed=self._trainer.routed_tokens(),
+            loss=steps.weighted_loss / steps.tokens if steps.tokens else None,
+            batches=steps.num,
+        )
+
+    def _deltas(self) -> LazyVectors[VectorName]:
+        """Return how far training has moved each vector from its anchor, then the moments that the run averages."""
+        trainer, anchors, round = self._trainer, self._sync.anchors, self._sync.round + 1
+        room = self._sync.swarm.room(trainer.slots)
+
+        def delta(name: VectorName) -> Tensor:
+            kinds = self._run.averaged_moments(name.kind) if anchors.averages_moments(round) else ()
+            moments = trainer.moments(name, kinds) if kinds else None
+            return anchors.contribution(name, trainer.vector(name, room.get(name)), moments, round, overwrites=True)
+
+        return LazyVectors(trainer.names, delta)
 
     def _deal(self) -> None:
         """Draw this peer's share of shared data from now on, and then in an order of its own."""
@@ -254,38 +278,12 @@ class TrainingLoop:
         if self._num_fruitless:
             log.warning("%s; going on from the swarm's versions; %s", fault, REMEDY)
 
-    def _work(self, steps: Steps, seconds: float) -> RoundWork:
-        """Return what was trained, at what speed."""
-        self._trainer.give_back()  # gradients and activations: the round's vectors take as much
-        work = RoundWork(
-            vectors=self._vectors(),
-            tokens=steps.tokens,
-            tokens_per_second=self._tokens_per_second if steps.num else 0.0,
-            places_per_second=self._places_per_second if steps.num else 0.0,
-            seconds=seconds,
-            moments=self._moments(),
-            routed=self._trainer.routed_tokens(),
-            loss=steps.weighted_loss / steps.tokens if steps.tokens else None,
-            steps=self._trainer.steps,
-            total_tokens=self._total_tokens,
-            data=self._trainer.data.state_dict(),
-            batches=steps.num,
-        )
-        self.brought_steps = self._trainer.steps
-        return work
-
-    def _vectors(self) -> Mapping[VectorName, Tensor]:
-        """Return what was trained; each vector is read when it is asked for."""
-        trainer = self._trainer
-        room = self._sync.swarm.room(trainer.slots)
-        if trainer.is_sharded:  # all ranks must help to read them
-            return trainer.all_vectors(room)
-        return StoredVectors(trainer.names, lambda name: trainer.vector(name, room.get(name)))
-
-    def _moments(self) -> Mapping[VectorName, Tensor]:
-        """Return the moments that the run averages."""
-        kinds = {name: self._run.averaged_moments(name.kind) for name in self._trainer.names}
-        return self._trainer.all_moments(kinds)
+    def _rates(self, rounds_elapsed: float) -> tuple[float, float]:
+        """Return the learning rate, and SPES's factor on claimed experts in the balance loss."""
+        lr = rate_of_step(self._run, rounds_elapsed)
+        start = self._run.train.claimed_balance_factor
+        risen = min(1.0, rounds_elapsed / (CLAIMED_FACTOR_SHARE * self._run.round.total))
+        return lr, start + (1.0 - start) * risen
 
     # ------------------------------------------------------------------ the owner's controls
 
@@ -330,53 +328,113 @@ class TrainingLoop:
     def _now(self) -> float:
         return self._sync.swarm.now()
 
-    def _rates(self, rounds_elapsed: float) -> tuple[float, float]:
-        """Return the learning rate, and SPES's factor on claimed experts in the balance loss."""
-        lr = rate_of_step(self._run, rounds_elapsed)
-        start = self._run.train.claimed_balance_factor
-        risen = min(1.0, rounds_elapsed / (CLAIMED_FACTOR_SHARE * self._run.round.total))
-        return lr, start + (1.0 - start) * risen
-
     # ------------------------------------------------------------------ what was synchronised
 
-    def _rescue_orphans(self) -> None:
-        """Train the slots that have lost their last holder, if they fall to this peer."""
-        if (update := self._sync.rescue_orphans()) is not None:
-            self._load(replace(update, ends_at=self._round_ends))
+    def _go_on(self, trained: Trained, result: RoundResult, body: Body | None, expected: int) -> float | None:
+        """Go on from the others' versions, or the anchors again, after a round that this peer has not committed.
 
-    def _load(self, update: StateUpdate) -> None:
-        """Bring the model to the swarm's state, as far as the loss gate admits it."""
-        self._round_ends = update.ends_at
-        adopted = {VectorName.of_slot(slot) for slot in set(update.slots) - set(self._trainer.slots)}
-        # A slot may have been given up since its moments were averaged.
-        trained = {SHARED, *map(VectorName.of_slot, update.slots)}
-        vectors = (StoredVectors() | update.vectors).only(lambda name: name.is_weights or name.weights in trained)
-        self._trainer.set_slots(update.slots, vectors.only(adopted.__contains__))
+        Returns:
+            The DHT time at which the next round's training ends, if others have said so.
+        """
+        sync, held, ends_at = self._sync, self._sync.held, None
+        sync.swarm.settle(result, ())
+        if sync.is_behind(expected):
+            log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)
+            opening.catch_up(sync, trained.routed)
+            ends_at = opening.rejoin(sync, trained.routed)
+        elif body is not None and SHARED in held.lost:
+            # Alone, it has made a certified round again, to another result: after another device or optimizer.
+            log.warning("round %d: the certified result is lost; going on from the round before", body.round)
+            sync.round = body.round
+        held.rebalance()
+        held.fetch(only=[name for name in held.names if name != SHARED])
+        return ends_at
+
+    def _load(self, moments: Mapping[VectorName, Tensor] | None = None) -> None:
+        """Bring the model to the swarm's state, as far as the loss gate admits it.
+
+        Args:
+            moments: Means of a round; a slot may have been given up since they were averaged.
+        """
+        held, anchors, trainer = self._sync.held, self._sync.anchors, self._trainer
+        adopted = {VectorName.of_slot(slot) for slot in set(held.slots) - set(trainer.slots)}
+        trainer.set_slots(held.slots, LazyVectors(sorted(adopted), held.load))
+        own = {*held.names} & {*anchors.names}
+        vectors = LazyVectors(held.to_load(), lambda name: (anchors.weights if name in own else held.load)(name))
         if self._gate is not None:
-            self._gate.load(vectors, adopted=adopted)
+            self._gate.load(vectors, adopted)
         else:
-            self._trainer.load(vectors.only(lambda name: name not in adopted))
-        self._trainer.give_back()
+            trainer.load(LazyVectors([name for name in vectors if name not in adopted], vectors.__getitem__))
+        trainer.load({name: vector for name, vector in (moments or {}).items() if name.weights in trainer.names})
+        trainer.give_back()
 
-    def _conclude(self, work: RoundWork) -> None:
-        """Save and report a committed round."""
-        self._checkpointer.save(self._sync.round, work.steps, work.total_tokens, work.data, is_last=self._is_over)
+    def _report(self, trained: Trained, result: RoundResult, exchange_seconds: float) -> None:
+        """Report a committed round."""
+        sync, swarm = self._sync, self._sync.swarm
         began, self._last_report = self._last_report, self._trainer.clock()
-        report = self._sync.report(work, self._trainer.slots, self._last_report - began)
-        _log_report(report)
-        self._sync.swarm.report(report)
-        if self._on_round is not None:
-            self._on_round(report)
+        waits = max(0.0, result.matchmaking_seconds), max(0.0, result.averaging_seconds), exchange_seconds
+        bytes_in, bytes_out = swarm.traffic()
+        report = Metrics(
+            peer_id=swarm.peer_id,
+            round=sync.round,
+            step=self._trainer.steps,
+            tokens=trained.tokens,
+            total_tokens=self._total_tokens,
+            loss=trained.loss,
+            tokens_per_second=trained.tokens_per_second,
+            slots=self._trainer.slots,
+            num_members=len(result.roster),
+            committed=sync.num_committed,
+            dropped=len(result.dropped),
+            clipped=result.num_clipped,
+            shared_digest=swarm.versions()[SHARED].digest[:16],
+            train_seconds=trained.seconds,
+            matchmaking_seconds=waits[0],
+            averaging_seconds=waits[1],
+            exchange_seconds=waits[2],
+            other_seconds=max(0.0, self._last_report - began - trained.seconds - sum(waits)),
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            stale_rounds=sync.held.stale_rounds,
+        )
+        loss = "none" if report.loss is None else f"{report.loss:.3f}"
+        stale = f"; slots up to {report.stale_rounds} rounds old" if report.stale_rounds else ""
+        log.info(
+            "round %d: %d peers, loss %s, %.0f tokens/s, shared %s, slots %s; "
+            "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other%s",
+            *(report.round, report.num_members, loss, report.tokens_per_second, report.shared_digest),
+            *(slot_ranges(report.slots), report.train_seconds, *waits, report.other_seconds, stale),
+        )
+        swarm.report(report)
+        self._on_round(report)
 
 
-def _log_report(report: Metrics) -> None:
-    loss = "none" if report.loss is None else f"{report.loss:.3f}"
-    stale = f"; slots up to {report.stale_rounds} rounds old" if report.stale_rounds else ""
-    log.info(
-        "round %d: %d peers, loss %s, %.0f tokens/s, shared %s, slots %s; "
-        "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other%s",
-        *(report.round, report.num_members, loss, report.tokens_per_second, report.shared_digest),
-        slot_ranges(report.slots),
-        *(report.train_seconds, report.matchmaking_seconds, report.averaging_seconds),
-        *(report.exchange_seconds, report.other_seconds, stale),
-    )
+@dataclass
+class Steps:
+    """The local steps of a round, while it is trained.
+
+    Attributes:
+        began: The trainer's time at the round's beginning.
+        began_at: The same in DHT time.
+        num: Steps.
+        num_finite: Steps with a finite gradient.
+        tokens: Tokens that these have trained.
+        weighted_loss: Sum over these tokens of the loss, nats.
+        paused_seconds: Time for which the owner had paused the training.
+    """
+
+    began: float
+    began_at: float
+    num: int = 0
+    num_finite: int = 0
+    tokens: int = 0
+    weighted_loss: float = 0.0
+    paused_seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        """Count a step."""
+        self.num += 1
+        if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
+            self.num_finite += 1
+            self.tokens += step.tokens
+            self.weighted_loss += step.loss * step.tokens

@@ -22,7 +22,6 @@ from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.holdings import affordable, certified, keepers, wanted
-from spes_p2p.training.round_work import StoredVectors
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,8 @@ class HeldSlots:
         self._has_left = False
         self._missed: Counter[str] = Counter()
         self._kept_after: tuple[str, frozenset[int]] = "", frozenset()
-        self._unloaded: set[VectorName] = set()  # weights that have come, and the model lacks
+        self.unloaded: set[VectorName] = set()
+        """Weights that have come, and the model lacks."""
 
     # ------------------------------------------------------------------ claims
 
@@ -219,23 +219,25 @@ class HeldSlots:
             target = tuple(sorted(sorted(target, key=holders.__getitem__)[: self._chosen_slots]))
         self.hold(target)
 
-    def rescue_orphans(self) -> StoredVectors:
-        """Once per heartbeat, adopt slots that lost their last holder; return what the model needs."""
+    def rescue_orphans(self) -> bool:
+        """Once per heartbeat, adopt slots that lost their last holder; return whether there were any."""
         if self.clock() - self._checked_at < self._run.round.heartbeat_seconds:
-            return StoredVectors()
+            return False
         self._checked_at = self.clock()
         target = self._claimant.at_heartbeat(self._checked_at, self.trusted(self.claims()))
         if target == self.slots:
-            return StoredVectors()
+            return False
         self.hold(target)
-        return self.fetch(only={*self.names} - {SHARED})
+        self.fetch(only={*self.names} - {SHARED})
+        self.announce("active")
+        return True
 
     def hold(self, target: Sequence[int]) -> None:
         """Train these slots from now on; the model takes a released slot in the form in which it travels."""
         new, old = sorted(set(target) - set(self.slots)), sorted(set(self.slots) - set(target))
         if self.slots and (new or old):
             log.info("adopting slots %s, releasing slots %s", new, old)
-        self._unloaded |= {VectorName.of_slot(slot) for slot in (*new, *old)}
+        self.unloaded |= {VectorName.of_slot(slot) for slot in (*new, *old)}
         self.slots = tuple(sorted(target))
 
     # ------------------------------------------------------------------ fetching
@@ -247,8 +249,8 @@ class HeldSlots:
         *,
         peers: Sequence[str] | None = None,
         only: Collection[VectorName] | None = None,
-    ) -> StoredVectors:
-        """Fetch what the last certificate names and this peer lacks; return the weights that the model lacks.
+    ) -> None:
+        """Fetch what the last certificate names and this peer lacks.
 
         Args:
             roster: Of the round that this peer has just committed: its members have what it made. Other versions come
@@ -279,18 +281,21 @@ class HeldSlots:
             found = self._offered(older, offers)
             came |= self._pull(found, list(offers))
             if SHARED in found and SHARED not in came:
-                self._unloaded |= {name.weights for name in came}
+                self.unloaded |= {name.weights for name in came}
                 raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
         if lacking and peers is not None:
             log.info("caught up with round %d: fetched %d of %d versions", body.round, len(came), len(lacking))
-        self._unloaded |= {name.weights for name in came}
+        self.unloaded |= {name.weights for name in came}
         self._take_masters(came)
         slots = [name.weights for name, digest in needed.items() if name.slot is not None and digest]
         self.stale_rounds = max(map(self._rounds_behind, slots), default=0)
-        changed, self._unloaded = sorted(self._unloaded), set()
-        return StoredVectors([name for name in changed if self.form(name) in self._swarm.versions()], self.load)
 
-    def catch_up(self, peers: Sequence[str], routed: Mapping[int, int] | None = None) -> StoredVectors:
+    def to_load(self) -> list[VectorName]:
+        """Return the weights that have come since the last call, and the model lacks."""
+        changed, self.unloaded = sorted(self.unloaded), set()
+        return [name for name in changed if self.has(name)]
+
+    def catch_up(self, peers: Sequence[str], routed: Mapping[int, int] | None = None) -> None:
         """Take over the versions that the last certificate names, also from peers without a claim.
 
         Args:
@@ -301,7 +306,7 @@ class HeldSlots:
             AbsentError: a peer has `shared`, but it could not be fetched.
         """
         asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-contacts
-        return self.fetch(routed=routed, peers=asked)
+        self.fetch(routed=routed, peers=asked)
 
     def wanted(self, body: Body) -> dict[VectorName, str]:
         """Return the digest of each version that this peer needs after a certificate (`holdings.wanted`)."""
@@ -369,6 +374,10 @@ class HeldSlots:
         """Return the name under which this peer's model takes some weights: of slots of others, the kept form."""
         is_others = name.slot is not None and name.slot not in self.slots
         return name.kept if is_others and self._anchors.form is not None else name
+
+    def has(self, name: VectorName) -> bool:
+        """Check whether this peer has a version of some weights, in the form in which its model takes them."""
+        return self.form(name) in self._swarm.versions()
 
     def publish_initial(self, name: VectorName, bundle: Tensor) -> None:
         """Publish a vector of round 0 and its kept form; of others' slots only that, where all can draw them."""

@@ -308,17 +308,6 @@ class Trainer:
         """`shared` and the slots trained here."""
         return (SHARED, *map(VectorName.of_slot, self.slots))
 
-    @on_all_ranks("room", if_sharded=True)
-    def all_vectors(self, room: Mapping[VectorName, Tensor] | None = None) -> dict[VectorName, Tensor]:
-        """Return all trained parameters as flat fp32 CPU vectors, where there is room in it."""
-        room = room or {}
-        return {name: self.vector(name, room.get(name)) for name in self.names}
-
-    @on_all_ranks(if_sharded=True)
-    def all_moments(self, kinds: Mapping[VectorName, Sequence[str]]) -> dict[VectorName, Tensor]:
-        """Return the `moments` of the vectors that have any of these kinds."""
-        return {name: self.moments(name, some) for name, some in kinds.items() if some}
-
     @on_all_ranks(if_sharded=True)
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state for a checkpoint."""
@@ -355,6 +344,7 @@ class Trainer:
                 f"wrote them, or go on without them with --skip-optimizer"
             ) from error
 
+    @on_all_ranks("out", if_sharded=True)
     def vector(self, name: VectorName, out: Tensor | None = None) -> Tensor:
         """Return the current parameters of `shared` or of a trained slot as a flat fp32 CPU vector."""
         return self.layouts[name.kind].flatten(self._parameters(name), out)
@@ -362,6 +352,7 @@ class Trainer:
     def _parameters(self, name: VectorName) -> Mapping[str, Tensor]:
         return self.model.shared_parameters() if name.slot is None else self.model.slot_parameters(name.slot)
 
+    @on_all_ranks(if_sharded=True)
     def moments(self, name: VectorName, kinds: Sequence[str]) -> Tensor:
         """Return bias-corrected moments of these kinds, concatenated, flat on the CPU."""
         layout = self.layouts[name.kind]

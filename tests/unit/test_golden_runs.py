@@ -234,7 +234,8 @@ def lone_peer(
         rounds.open(initial, saved)
         with contextlib.suppress(Interrupted):
             rounds.run(report)
-        weights, moments = trainer.all_vectors(), trainer.state_tensors()
+        weights = {name: trainer.vector(name) for name in trainer.names}
+        moments = trainer.state_tensors()
     trainer.close()
     ranks.close()
     return {

@@ -27,6 +27,7 @@ from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.store import VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.training import opening
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, recover
 from spes_p2p.training.checkpointer import MOMENTS, Checkpointer
 from spes_p2p.training.ranks import Ranks
@@ -227,7 +228,7 @@ def test_what_no_other_peer_has_either_ends_the_peer_rather_than_beginning_anew(
     peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
     peer.swarm.publish(7, {name: bundle for name, bundle in peer.initial().items() if name != "slot-3"})
     with pytest.raises(JoinError, match=r"slot-3: neither this peer.* --initial-peers"):
-        peer.sync.open(None)
+        opening.enter(peer.sync, None)
 
 
 def test_the_checkpoint_of_another_run_is_refused(disk):

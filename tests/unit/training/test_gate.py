@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -139,7 +138,7 @@ def opened(slots: int = 2):
     peer.trainer.set_slots([0], {VectorName.of_slot(0): initial[VectorName.of_slot(0)]})
     for _ in range(40):
         peer.trainer.step(1e-2)
-    peer.sync.stats = replace(peer.sync.stats, num_committed=1)
+    peer.sync.num_committed = 1
     gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))})
 
     def newer(scale: float, round: int = 1) -> dict[str, torch.Tensor]:
@@ -203,7 +202,7 @@ def least_scale(harm_of: Callable[[float], float], by: float, low: float) -> flo
 
 def shared_that_is_worse(peer, by: float) -> dict[str, torch.Tensor]:
     """Return a `shared` with which a peer's model is worse by so many nats, or a little more."""
-    own, loss = peer.trainer.all_vectors()[SHARED], loss_of(peer)
+    own, loss = peer.trainer.vector(SHARED), loss_of(peer)
     noise = torch.randn(len(own), generator=torch.Generator().manual_seed(0))
 
     def harm_of(scale: float) -> float:
@@ -217,7 +216,7 @@ def shared_that_is_worse(peer, by: float) -> dict[str, torch.Tensor]:
 
 def slot_that_does_harm(peer, newer, by: float, beside: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the first slot-1 found that makes a peer's model worse by so many nats, with this `shared` beside it."""
-    own, before = peer.trainer.all_vectors()[SHARED], peer.sync.held.load(VectorName.of_slot(1))
+    own, before = peer.trainer.vector(SHARED), peer.sync.held.load(VectorName.of_slot(1))
     peer.trainer.load(beside)
     loss = loss_of(peer)
 
@@ -291,10 +290,10 @@ def test_two_slots_that_do_harm_together_are_not_both_taken(alone):
 def test_who_catches_up_takes_what_the_others_have_taken():
     """Its model is another's then, and the losses of the one before say nothing of it."""
     gate, peer, newer = opened()
-    peer.sync.stats = replace(peer.sync.stats, num_committed=0)
+    peer.sync.num_committed = 0
     gate.load(newer(1e3))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
-    peer.sync.stats = replace(peer.sync.stats, num_committed=1)
+    peer.sync.num_committed = 1
     gate.load(newer(1e3, round=2))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 2, "it is no worse than the one that it has taken"
 

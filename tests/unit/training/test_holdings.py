@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Member as Entry
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.round_work import RoundWork
+from spes_p2p.training.round import TrainingLoop
 from spes_p2p.training.slots import HeldSlots
-from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.synchroniser import Synchroniser, Trained
 
 NUMELS = {SHARED: 5, "slot": 3}
 
@@ -47,6 +48,24 @@ class Member:
         value = float(round) if value is None else value
         self.swarm.publish(round, {SHARED: torch.full((5,), value), "slot-0": torch.full((3,), value)})
         self.held.announce(state)
+
+    def round(self) -> TrainingLoop:
+        """Return the rounds of this peer, which has no model."""
+        self.anchors.set(SHARED, self.swarm.mapped(SHARED))
+        sync = Synchroniser(self.swarm, tiny_run(), held=self.held, anchors=self.anchors, layout=None)
+        sync.round = 13
+        nothing = lambda *_: None  # noqa: E731
+        trainer = SimpleNamespace(clock=self.held.clock, names=(SHARED,), slots=(), steps=0, give_back=nothing)
+        trainer.set_slots, trainer.load, trainer.data = nothing, nothing, SimpleNamespace(state_dict=dict)
+        return TrainingLoop(tiny_run(), trainer, sync)
+
+    def fetched(self, *how: Any, **more: Any) -> set[VectorName]:
+        self.held.fetch(*how, **more)
+        return set(self.held.to_load())
+
+    def caught_up(self, **more: Any) -> set[VectorName]:
+        self.held.catch_up([peer_id(0)], **more)
+        return set(self.held.to_load())
 
     def catch_up(self) -> tuple[int, float]:
         self.held.catch_up(self.held.others())
@@ -105,13 +124,13 @@ def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_non
     mine.held.fetch(only=[])
     for silent in peers[1 + answering :]:
         hub.bundles.pop(silent.swarm.peer_id)
-    assert mine.held.fetch() == {}
+    assert not mine.fetched()
     version = mine.swarm.versions()["slot-0"]
     assert mine.held.starts() == ({"slot-0": (13, version.digest)} if answering else {})
     assert mine.held.usable() == [SHARED, *(["slot-0"] if answering else [])]
     if answering:
         pull_offered(peers[1].swarm, ["slot-0"], [peer_id(9)])
-        assert set(mine.held.fetch()) == {"slot-0"} and not mine.held.lost
+        assert mine.fetched() == {"slot-0"} and not mine.held.lost
         assert mine.held.starts() == {} and mine.held.usable() == [SHARED, "slot-0"]
 
 
@@ -159,11 +178,9 @@ def test_a_peer_that_missed_a_certificate_takes_over_what_it_names(hub):
     for peer in (*ahead, late):
         round = peer.swarm.versions()[SHARED].round
         peer.swarm.announce(Progress(peer_id=peer.swarm.peer_id, round=round, ends_at=0.0))
-    sync = Synchroniser(late.swarm, tiny_run(), held=late.held, anchors=late.anchors, layout=None)
-    sync.round = 13
-    late.anchors.set(SHARED, late.swarm.mapped(SHARED))
-    sync.synchronise(RoundWork({}, 0, 1.0, 0.0), closes_from=0.0)
-    assert sync.round == 14 and late.swarm.load(SHARED)[0].item() == 14.0
+    loop = late.round()
+    loop._one_round(Trained({}, 0, 1.0, 0.0))
+    assert loop._sync.round == 14 and late.swarm.load(SHARED)[0].item() == 14.0
 
 
 # ---------------------------------------------------------------------- slots and moments
@@ -244,9 +261,8 @@ def test_slots_that_came_without_shared_are_loaded_when_that_comes(hub, monkeypa
         with pytest.raises(AbsentError):
             late.held.catch_up([peer_id(0)])
     assert late.swarm.load("slot-0")[0] == 13.0, "it is here"
-    found = late.held.catch_up([peer_id(0)])
-    assert set(found) == {SHARED, "slot-0"} and found["slot-0"][0] == 13.0
-    assert set(late.held.catch_up([peer_id(0)])) == set()
+    assert late.caught_up() == {SHARED, "slot-0"} and late.held.load(VectorName("slot-0"))[0] == 13.0
+    assert not late.caught_up()
 
 
 def test_a_slot_that_did_not_come_once_comes_a_round_later_though_it_has_not_changed(hub):
@@ -257,9 +273,9 @@ def test_a_slot_that_did_not_come_once_comes_a_round_later_though_it_has_not_cha
     last = hub.bodies[13]
     roster = Roster([entry(0, (0, 1, 2), last), entry(1, (), last)], last)
     late.held.refresh_slots = 1
-    assert set(late.held.fetch(roster, {})) == {"slot-1"} and late.held.stale_rounds == 3
+    assert late.fetched(roster, {}) == {"slot-1"} and late.held.stale_rounds == 3
     late.held.refresh_slots = None
-    assert set(late.held.fetch(roster, {})) == {"slot-2"} and late.held.stale_rounds == 0
+    assert late.fetched(roster, {}) == {"slot-2"} and late.held.stale_rounds == 0
 
 
 def test_a_peer_that_fell_behind_takes_no_more_slots_than_in_any_round(hub):
@@ -269,9 +285,8 @@ def test_a_peer_that_fell_behind_takes_no_more_slots_than_in_any_round(hub):
     late.swarm.publish(9, {f"slot-{slot}": torch.full((3,), 4.0) for slot in range(1, 4)})
     certify(hub, 13, steady.swarm.versions().values())
     late.held.refresh_slots = 2
-    fetched = late.held.catch_up([peer_id(0)], routed={2: 7})
-    assert set(fetched) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
-    assert set(late.held.catch_up([peer_id(0)])) == {"slot-0", "slot-3"}
+    assert late.caught_up(routed={2: 7}) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
+    assert late.caught_up() == {"slot-0", "slot-3"}
 
 
 def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(hub):
@@ -297,7 +312,7 @@ def test_a_peer_that_adopts_a_slot_takes_its_certified_version_not_a_later_one(h
     heir.held.slots = (1,)
     heir.anchors.set(VectorName("slot-1"), PagedVector.of(torch.zeros(3)))
     heir.held.hold([0])
-    assert torch.equal(heir.held.fetch()["slot-0"], torch.full((3,), 9.0))
+    assert "slot-0" in heir.fetched() and torch.equal(heir.held.load(VectorName("slot-0")), torch.full((3,), 9.0))
 
 
 def test_a_peer_that_takes_few_slots_takes_those_first_that_are_far_from_the_model_either_way(hub):
@@ -308,7 +323,7 @@ def test_a_peer_that_takes_few_slots_takes_those_first_that_are_far_from_the_mod
     loser.swarm.publish(30, {"slot-2": torch.ones(3)})
     loser.swarm.publish(9, {"slot-1": torch.ones(3)})
     loser.held.refresh_slots = 1
-    assert set(loser.held.catch_up(loser.held.others(), routed={})) & {"slot-1", "slot-2"} == {"slot-2"}
+    assert loser.caught_up(routed={}) & {"slot-1", "slot-2"} == {"slot-2"}
 
 
 @pytest.fixture
@@ -328,13 +343,14 @@ def test_a_peer_that_adopts_a_slot_does_not_take_the_version_that_it_has_refused
     refusing.held.slots = (1,)
     refusing.anchors.set(VectorName("slot-1"), PagedVector.of(torch.zeros(3)))
     refusing.held.hold([0])
-    assert torch.equal(refusing.held.fetch()["slot-0"], torch.full((3,), 13.0))
+    assert "slot-0" in refusing.fetched()
+    assert torch.equal(refusing.held.load(VectorName("slot-0")), torch.full((3,), 13.0))
     assert refusing.swarm.versions()["slot-0"].round == 13
     assert refusing.held.starts() == {"slot-0": (13, refusing.swarm.versions()["slot-0"].digest)}, "and says so"
 
 
 def test_a_peer_that_catches_up_does_not_take_the_version_that_it_has_refused(refusing):
-    assert "slot-0" not in refusing.held.catch_up([peer_id(0)])
+    assert "slot-0" not in refusing.caught_up()
     assert refusing.swarm.versions()["slot-0"].round == 13
 
 
@@ -354,7 +370,7 @@ def test_only_slots_that_the_certificate_has_changed_are_fetched(hub):
     mine, maker = Member(hub, 0, 12, "active"), Member(hub, 1, 13, "active")
     last = certify(hub, 12, mine.swarm.versions().values())
     certify(hub, 13)
-    assert mine.held.fetch(Roster([entry(1, (0,), last)], last), {}) == {}
+    assert not mine.fetched(Roster([entry(1, (0,), last)], last), {})
     assert mine.held.makers == {} and maker.swarm.versions()["slot-0"].round == 13
 
 
@@ -380,19 +396,18 @@ def test_no_peer_goes_on_from_another_version_of_a_slot_than_the_certified_one()
     heir.swarm.publish(9, {"slot-0": torch.full((3,), 9.0)})
     heir.held.resume([0])
     heir.anchors.set(VectorName("slot-0"), heir.swarm.mapped("slot-0"))
-    syncs = [Synchroniser(m.swarm, tiny_run(), held=m.held, anchors=m.anchors, layout=None) for m in members]
-    for member, sync in zip(members, syncs, strict=True):
-        sync.round = 13
-        member.anchors.set(SHARED, member.swarm.mapped(SHARED))
+    loops = [member.round() for member in members]
+    for member in members:
         member.swarm.enter(member.anchors.vectors())
 
     for round, version in ((14, (13, 13.0)), (15, (15, 14.0))):
-        hub.clock.run([lambda sync=sync: sync.synchronise(trained_by(sync), closes_from=0.0) for sync in syncs])
-        assert {sync.round for sync in syncs} == {round}
+        hub.clock.run([lambda loop=loop: loop._one_round(trained_by(loop._sync)) for loop in loops])
+        assert {loop._sync.round for loop in loops} == {round}
         assert {(m.swarm.versions()["slot-0"].round, m.swarm.load("slot-0")[0].item()) for m in members} == {version}
 
 
-def trained_by(sync: Synchroniser) -> RoundWork:
-    """Return work that adds one to each weight."""
+def trained_by(sync: Synchroniser) -> Trained:
+    """Return what adds one to each weight."""
     local = {name: sync.anchors.weights(name) + 1 for name in sync.anchors.names}
-    return RoundWork(local, tokens=100, tokens_per_second=100.0, seconds=1.0)
+    deltas = {name: sync.anchors.contribution(name, local[name], None, sync.round + 1) for name in local}
+    return Trained(deltas, tokens=100, tokens_per_second=100.0, seconds=1.0)

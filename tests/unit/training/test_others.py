@@ -14,6 +14,7 @@ from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
+from spes_p2p.training import opening
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
@@ -71,16 +72,16 @@ def newcomer_beside_liars(round: int = 6, swarm: type[MemorySwarm] = MemorySwarm
 def test_peers_that_say_to_be_far_ahead_lead_no_other_there(is_late):
     """Nor does a voter that says of this round that it lasts for ever."""
     newcomer, ends_at = newcomer_beside_liars(5 if is_late else 6)
-    vectors, found = newcomer.sync._rejoin()
+    found = opening.rejoin(newcomer.sync)
     assert (newcomer.sync.round, found) == (6, ends_at)
-    assert bool(vectors) == is_late
+    assert bool(newcomer.held.to_load()) == is_late
 
 
 def test_a_round_ends_when_its_certificate_says_not_when_the_others_do():
     newcomer, ends_at = newcomer_beside_liars()
     hub = newcomer.swarm._hub
     hub.bodies[-1] = changed(hub.bodies[-1], ends_at=ends_at - 5.0)
-    assert newcomer.sync._rejoin() == ({}, ends_at - 5.0)
+    assert opening.rejoin(newcomer.sync) == ends_at - 5.0 and not newcomer.held.to_load()
 
 
 @pytest.mark.parametrize("are_training", [True, False])
@@ -99,7 +100,7 @@ def test_peers_without_a_vote_do_not_say_when_a_round_ends():
     newcomer, ends_at = newcomer_beside_liars()
     for index in range(20, 30):
         Peer(newcomer.swarm._hub, index, ends_at=ends_at + 7.0)
-    assert newcomer.sync._announced_end(6) == ends_at
+    assert newcomer.sync.announced_end(6) == ends_at
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
@@ -110,14 +111,14 @@ def test_a_peer_that_is_expected_makes_a_step_for_a_round_that_has_just_ended(is
     for index in range(3):
         Peer(hub, index, ends_at=ends_at)
     newcomer = Peer(hub, 9)
-    newcomer.sync._expected_since = ends_at + (-1.0 if is_expected else 0.05)
-    patience = newcomer.sync._run.round.matchmaking_seconds
+    newcomer.sync.expected_since = ends_at + (-1.0 if is_expected else 0.05)
+    patience = newcomer.sync.run.round.matchmaking_seconds
     hub.clock.advance(10.0 + 0.1 * patience)
-    vectors, found = newcomer.sync._rejoin()
-    assert not vectors and found == (ends_at if is_expected else None)
+    found = opening.rejoin(newcomer.sync)
+    assert not newcomer.held.to_load() and found == (ends_at if is_expected else None)
     if is_expected:
         hub.clock.advance(0.5 * patience)
-        assert newcomer.sync._rejoin()[1] is None, "they have gone on without it by now"
+        assert opening.rejoin(newcomer.sync) is None, "they have gone on without it by now"
 
 
 def test_versions_of_a_later_round_than_the_certified_one_are_not_taken():
@@ -136,4 +137,5 @@ class Unreachable(MemorySwarm):
 def test_a_peer_that_cannot_fetch_the_others_state_goes_on_with_its_own():
     """They may be gone for good, and it may be the last that has the model."""
     late, _ = newcomer_beside_liars(5, Unreachable)
-    assert late.sync._catch_up() == {} and late.sync.round == 5
+    opening.catch_up(late.sync)
+    assert not late.held.to_load() and late.sync.round == 5

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from spes_p2p.cli import Terminated
+from spes_p2p.codecs.vectors import LazyVectors
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError, SpesError
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import ranks as ranks_module
 from spes_p2p.training.ranks import Ranks, on_all_ranks
-from spes_p2p.training.round_work import StoredVectors
 
 RANKS = 2
 
@@ -140,7 +140,7 @@ def read_in_vain(echo: Echo) -> None:
             raise ExchangeError(f"{name} is damaged; fetch it again")
         return torch.ones(1)
 
-    echo.take("vectors", StoredVectors([VectorName.of_slot(slot) for slot in (1, 2, 3)], read))
+    echo.take("vectors", LazyVectors([VectorName.of_slot(slot) for slot in (1, 2, 3)], read))
 
 
 def be_refused(echo: Echo) -> None:

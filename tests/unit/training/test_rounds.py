@@ -22,9 +22,9 @@ from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Roster
+from spes_p2p.training import opening
 from spes_p2p.training.round import MAX_FRUITLESS
-from spes_p2p.training.round_work import RoundWork, StoredVectors
-from spes_p2p.training.synchroniser import ATTEMPTS
+from spes_p2p.training.synchroniser import ATTEMPTS, Trained
 from spes_p2p.training.trainer import Trainer
 
 
@@ -145,19 +145,18 @@ def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
 
 
 BY_THE_CLOCK = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
-IDLE = RoundWork({}, 0, 100.0, 0.0)
+IDLE = Trained({}, 0, 100.0, 0.0)
 
 
 def test_a_round_of_samples_ends_when_the_swarm_has_read_so_many_sequences():
     """Whatever is learned of each: the speed that a peer states counts all tokens of its sequences."""
     run = tiny_run(round=BY_THE_CLOCK.model_copy(update={"samples": 40, "min_seconds": 0.01, "max_seconds": 50}))
     peer = run_virtual(run, num_peers=1, max_slots=4)[0]
-    work = RoundWork({}, 0, tokens_per_second=5.0, places_per_second=64.0, seconds=1.0)
+    work = Trained({}, 0, tokens_per_second=5.0, places_per_second=64.0, seconds=1.0)
     entry = peer.sync._contribution(work, peer.swarm.now()).member
     ends_at = round_end(run.round, 1, run.round_tokens, [entry])
     assert ends_at - entry.ready_at - entry.sync_seconds == pytest.approx(40 * 16 / 64)
-    plain = peer.sync._run.model_copy(update={"round": BY_THE_CLOCK})
-    peer.sync._run = plain
+    peer.sync.run = peer.sync.run.model_copy(update={"round": BY_THE_CLOCK})
     assert peer.sync._contribution(work, 0.0).member.tokens_per_second == 5.0
 
 
@@ -179,7 +178,7 @@ def test_a_peer_that_was_left_out_and_then_meets_no_other_knows_when_its_next_ro
     entry = peer.sync._contribution(IDLE, peer.swarm.now()).member
     peer.sync.held.distrusted = frozenset({entry.peer_id})
     for roster in (Roster([entry], peer.swarm.last()), Roster()):
-        seconds = peer.sync._next_end(RoundResult(roster), 2) - peer.swarm.now()
+        seconds = peer.sync.next_end(RoundResult(roster), 2) - peer.swarm.now()
         assert BY_THE_CLOCK.min_seconds - 1e-6 <= seconds <= BY_THE_CLOCK.max_seconds + BY_THE_CLOCK.exchange_seconds
 
 
@@ -191,8 +190,8 @@ def test_clocks_of_members_without_a_vote_do_not_prolong_a_round():
         entry.model_copy(update={"peer_id": peer_id(20 + index), "ready_at": peer.swarm.now() + 900.0, **SILENT})
         for index in range(3)
     ]
-    mine = peer.sync._next_end(RoundResult(Roster([entry], peer.swarm.last())), 2)
-    assert peer.sync._next_end(RoundResult(Roster([entry, *late], peer.swarm.last())), 2) == mine
+    mine = peer.sync.next_end(RoundResult(Roster([entry], peer.swarm.last())), 2)
+    assert peer.sync.next_end(RoundResult(Roster([entry, *late], peer.swarm.last())), 2) == mine
 
 
 SILENT = {"tokens_per_second": 0.0}
@@ -204,9 +203,9 @@ def test_a_peer_that_has_caught_up_trains_until_the_round_of_the_others_ends(mon
     ends_at = peer.swarm.now() + 1.5
     certify(peer.swarm._hub, 2, peer.swarm.versions().values())
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer_id(0), peer_id(1)})
-    monkeypatch.setattr(peer.sync, "_rejoin", lambda routed: ({}, ends_at))
-    update = peer.sync.synchronise(IDLE, closes_from=0.0)
-    assert update.ends_at == ends_at and peer.sync.round == 2
+    monkeypatch.setattr(opening, "rejoin", lambda *_: ends_at)
+    peer.loop._one_round(IDLE)
+    assert peer.loop._round_ends == ends_at and peer.sync.round == 2
 
 
 def test_a_peer_whose_branch_was_given_up_catches_up_though_the_other_is_no_longer(monkeypatch):
@@ -216,10 +215,10 @@ def test_a_peer_whose_branch_was_given_up_catches_up_though_the_other_is_no_long
     bodies[-1] = bodies[-1].model_copy(update={"shared": digest(b"of the other branch")})
     assert peer.swarm.last().round == peer.sync.round and peer.sync.held.is_astray
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer_id(0), peer_id(1)})
-    monkeypatch.setattr(peer.sync, "_catch_up", lambda routed: caught_up.append(routed) or StoredVectors())
-    monkeypatch.setattr(peer.sync, "_rejoin", lambda routed: (StoredVectors(), None))
+    monkeypatch.setattr(opening, "catch_up", lambda sync, routed: caught_up.append(routed))
+    monkeypatch.setattr(opening, "rejoin", lambda *_: None)
     monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: pytest.fail("it has nothing to average"))
-    peer.sync.synchronise(IDLE, closes_from=0.0)
+    peer.loop._one_round(IDLE)
     assert len(caught_up) == 1
 
 
@@ -230,20 +229,19 @@ def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_th
     hub = MemoryHub("run", matchmaking_seconds=10.0)
     peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=3) for i in range(3)]
     late, committed = peers[2], list[int]()
-    commit = late.sync._commit
+    commit, rejoin = late.sync.commit, opening.rejoin
 
-    def noted(*args: Any) -> StoredVectors:
-        vectors = commit(*args)
+    def noted(*args: Any) -> None:
+        commit(*args)
         committed.append(late.sync.round)
-        return vectors
 
     def wait_and_live() -> None:
         while len(peers[0].reports) < 2:
             hub.clock.wait(0.1)
         late.live(late.initial, lambda report: None)
 
-    monkeypatch.setattr(late.sync, "_commit", noted)
-    monkeypatch.setattr(late.sync, "_rejoin", lambda routed=None: (StoredVectors(), None))
+    monkeypatch.setattr(late.sync, "commit", noted)
+    monkeypatch.setattr(opening, "rejoin", lambda sync, *_: None if sync is late.sync else rejoin(sync, *_))
     lives = [lambda peer=peer: peer.live(peers[0].initial, lambda report: None) for peer in peers[:2]]
     hub.clock.run([*lives, wait_and_live])
     first = late.reports[0]
@@ -261,9 +259,9 @@ def test_a_peer_that_has_left_its_run_waits_for_no_other(monkeypatch):
     claims = peer.sync.held.claims
     monkeypatch.setattr(peer.sync.held, "claims", lambda: looks.append(None) or claims())
     peer.swarm.close()
-    peer.sync._await_steps(has_trained=True)
+    peer.sync.await_steps()
     peer.sync.round = -1  # the others have gone on
-    peer.sync._rejoin()
+    opening.rejoin(peer.sync)
     assert len(looks) == 1
 
 
@@ -275,7 +273,7 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: RoundResult(dropped=dropped))
     monkeypatch.setattr(peer.swarm, "decide", lambda *_: None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
-    peer.sync.synchronise(RoundWork({}, 64, 100.0, 1.0), closes_from=0.0)
+    peer.loop._one_round(Trained({}, 64, 100.0, 1.0))
     round = peer.sync.round + 1
     monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "no peer has it"))
     peer.sync.held._pull({slot: (1, "0" * 64) for slot in slots}, ["peer"])
@@ -290,14 +288,15 @@ def test_an_attempt_without_a_certificate_is_followed_by_another_and_a_round_is_
     peer = run_virtual(tiny_run(), num_peers=2, max_slots=3)[0]
     before, attempts = peer.swarm.versions(), list[RoundResult]()
     monkeypatch.setattr(peer.swarm, "decide", lambda result, *_: attempts.append(result))
-    work = RoundWork({SHARED: peer.anchors.weights(SHARED) + 1}, 64, 100.0, 1.0)
+    peer.trainer.load({SHARED: peer.anchors.weights(SHARED) + 1})
+    work = Trained(peer.loop._deltas(), 64, 100.0, 1.0)
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer.swarm.peer_id})
-    monkeypatch.setattr(peer.sync, "_await_steps", lambda **_: None)
+    monkeypatch.setattr(peer.sync, "await_steps", lambda: None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
-    update = peer.sync.synchronise(work, closes_from=0.0)
+    peer.loop._one_round(work)
     assert len(attempts) == ATTEMPTS and all(SHARED in result.means for result in attempts)
     assert peer.sync.round == 3 and peer.swarm.versions() == before and not peer.swarm.residuals()
-    assert all(torch.equal(update.vectors[name], peer.anchors.weights(name)) for name in peer.sync.held.names)
+    assert all(torch.equal(peer.trainer.vector(name), peer.anchors.weights(name)) for name in peer.trainer.names)
 
 
 @pytest.mark.parametrize(("rounds", "goes_on"), [(BY_THE_CLOCK, True), (tiny_run().round, False)])
@@ -313,9 +312,9 @@ def test_a_lone_peer_that_lacks_its_own_certified_version_goes_on_from_the_one_b
     # Made again, it has another result, as on another device.
     monkeypatch.setattr(peer.swarm, "decide", lambda *_: lost)
     monkeypatch.setattr(sync.held, "expected", lambda claims: {peer.swarm.peer_id})
-    monkeypatch.setattr(sync, "_await_steps", lambda **_: None)
+    monkeypatch.setattr(sync, "await_steps", lambda: None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)
-    sync.synchronise(RoundWork({SHARED: peer.anchors.weights(SHARED) + 1}, 64, 100.0, 1.0), closes_from=0.0)
+    peer.loop._one_round(Trained(peer.loop._deltas(), 64, 100.0, 1.0))
     assert sync.round == lost.round
 
 
@@ -352,7 +351,7 @@ def test_steps_that_are_not_finite_cost_their_own_tokens_alone(spoiled, monkeypa
 
 def moments_of(peer: VirtualPeer, run: RunConfig) -> list[torch.Tensor]:
     names = peer.trainer.names
-    return list(peer.trainer.all_moments({name: run.averaged_moments(name.kind) for name in names}).values())
+    return [peer.trainer.moments(name, run.averaged_moments(name.kind)) for name in names]
 
 
 @pytest.mark.parametrize(

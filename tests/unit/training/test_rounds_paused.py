@@ -100,7 +100,7 @@ def check_versions(peers: list[VirtualPeer]) -> None:
         assert len(digests) == 1
         models = [peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(slot)) for peer in peers]
         assert all(torch.equal(models[0], model) for model in models)
-    vectors = [peer.trainer.all_vectors()[SHARED] for peer in peers]
+    vectors = [peer.trainer.vector(SHARED) for peer in peers]
     assert all(torch.equal(vectors[0], vector) for vector in vectors)
 
 

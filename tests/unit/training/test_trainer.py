@@ -71,9 +71,9 @@ def learn(trainer: Trainer) -> list[float]:
     losses = [trainer.step(1e-2, 0.9).loss for _ in range(2)]
     numel = trainer.layouts["slot"].numel
     trainer.set_slots((1, STARVED), {VectorName.of_slot(1): torch.linspace(-0.1, 0.1, numel)})
-    vectors = trainer.all_vectors()
-    moments = trainer.all_moments({SHARED: trainer.optimizer.kinds(SHARED)})
-    trainer.load(vectors | {SHARED.moments: moments[SHARED]})
+    vectors = {name: trainer.vector(name) for name in trainer.names}
+    moments = trainer.moments(SHARED, trainer.optimizer.kinds(SHARED))
+    trainer.load(vectors | {SHARED.moments: moments})
     trainer.load_state_tensors(trainer.state_tensors())
     return losses + [trainer.step(1e-2, 0.9).loss for _ in range(3)]
 
