@@ -1,4 +1,4 @@
-"""A peer's state on disk: written whole beside its versions, found and verified after a restart."""
+"""A peer's state on disk: written whole beside links to its versions, found and verified after a restart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +25,23 @@ from spes_p2p.errors import DataError, JoinError
 from spes_p2p.fs import digest_of_file, link_file, sync
 from spes_p2p.swarm.exchange.store import VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.names import SHARED
+from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+STATE = "state.json"
+TENSORS = "tensors.safetensors"
+DRAFT = ".draft"
+"""Suffix of folders that are being written or deleted."""
+LAST_SECONDS = 120.0
+"""Longest that a peer that has ended waits for its last save."""
+MOMENTS = "moments/"
+RESIDUALS = "remainders/"
+RANDOM = "random/"
+_FOLDER = re.compile(r"^round-(\d+)-step-(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -93,13 +106,6 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-STATE = "state.json"
-TENSORS = "tensors.safetensors"
-DRAFT = ".draft"
-"""Suffix of folders that are being written or deleted."""
-_FOLDER = re.compile(r"^round-(\d+)-step-(\d+)$")
-
-
 class Found(NamedTuple):
     """A checkpoint whose state and tensors were verified: the name of its folder, and the peer's position."""
 
@@ -142,7 +148,7 @@ class PeerCheckpoint:
         self._is_failing = False
 
     def is_kept(self, round: int) -> bool:
-        """Tell whether the checkpoint of a round is kept for ever."""
+        """Check whether the checkpoint of a round is kept for ever."""
         return self._kept.keep_every is not None and round > 0 and round % self._kept.keep_every == 0
 
     # ------------------------------------------------------------------ saving
@@ -165,72 +171,72 @@ class PeerCheckpoint:
         if not self.wait(0.0) or name == self._newest:
             return
         draft = self._directory / f"{name}{DRAFT}"
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        try:
-            copies = self._begin(draft, state.versions)
-        except OSError as error:
-            self._fail(draft, error, num_bytes)
-            return
-        num_bytes += sum(version.num_bytes for version in copies)
+        files = {self._versions / file_name(version): draft / file_name(version) for version in state.versions}
 
         def work() -> None:
-            try:
-                for version in copies:
-                    shutil.copyfile(self._versions / file_name(version), draft / file_name(version))
-                write_folder(draft, state, tensors)
+            with self._noting_failure(draft, tensors):
+                for file in copied:
+                    shutil.copyfile(file, files[file])
+                save_tensors(tensors, draft / TENSORS)
+                (draft / STATE).write_bytes(encode_state(state, digest_of_file(draft / TENSORS)))
+                for file in (draft / TENSORS, draft / STATE, *files.values(), draft):
+                    sync(file)
                 self._replace(name, draft)
-            except OSError as error:
-                self._fail(draft, error, num_bytes)
 
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _begin(self, draft: Path, versions: Sequence[Version]) -> list[Version]:
-        """Link the versions' files, which the store deletes some rounds later; return those that must be copied."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for left in self._directory.glob(f"*{DRAFT}"):
-            shutil.rmtree(left)
-        draft.mkdir()
-        return [v for v in versions if not link_file(self._versions / file_name(v), draft / file_name(v))]
+        with self._noting_failure(draft, tensors):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for left in self._directory.glob(f"*{DRAFT}"):
+                shutil.rmtree(left)
+            draft.mkdir()
+            # The store deletes a version some rounds later, the link pins it; another file system takes copies.
+            copied = [file for file, link in files.items() if not link_file(file, link)]
+            self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+            self._thread.start()
 
     def _replace(self, name: str, draft: Path) -> None:
         """Publish a checkpoint by rename; delete those that are not kept, or are newer than the one resumed from."""
         if (self._directory / name).exists():  # damaged, or of the rounds that the peer went back over
-            self._drop(self._directory / name)
+            self._drop(name)
         draft.rename(self._directory / name)
         sync(self._directory)
         names = [each for each in self._names() if each not in self._superseded or each == name]
         outdated = [old for old in names[self._kept.keep_last :] if not self.is_kept(_round_of(old))]
         for old in {*outdated, *self._superseded} - {name}:
             if (self._directory / old).exists():
-                self._drop(self._directory / old)
+                self._drop(old)
         self._superseded = []
         self._newest = name
         if self._is_failing:
             self._is_failing = False
             log.info("checkpoints are written again: %s", self._directory / name)
 
-    def _drop(self, folder: Path) -> None:
+    def _drop(self, name: str) -> None:
         """Delete a checkpoint; it never appears half deleted."""
-        doomed = folder.with_name(f"{folder.name}.old{DRAFT}")
-        folder.rename(doomed)
+        doomed = self._directory / f"{name}.old{DRAFT}"
+        (self._directory / name).rename(doomed)
         shutil.rmtree(doomed)
 
-    def _fail(self, draft: Path, error: OSError, num_bytes: int) -> None:
-        """Delete the draft; log the reason and the remedy once."""
-        shutil.rmtree(draft, ignore_errors=True)
-        if self._is_failing:
-            return
-        self._is_failing = True
-        reason = f"{error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            with contextlib.suppress(OSError):  # the folder may just have been deleted
-                free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
-                reason += f": it takes {num_bytes} bytes, {free} are free, {max(0, num_bytes - free)} are missing"
-        log.error(
-            "cannot write checkpoint %s: %s; make room or mend the disk. Training goes on, %s, each round tries again",
-            *(draft.with_suffix(""), reason, f"{self._newest} is kept" if self._newest else "without one"),
-        )
+    @contextlib.contextmanager
+    def _noting_failure(self, draft: Path, tensors: Mapping[str, Tensor | PagedVector]) -> Iterator[None]:
+        """Delete the draft if the block fails; log the reason and the remedy once."""
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if self._is_failing:
+                return
+            self._is_failing = True
+            reason = f"{error.strerror or error}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                needed, free = sum(tensor.nbytes for tensor in tensors.values()), 0
+                with contextlib.suppress(OSError):  # the folder may just have been deleted
+                    free = shutil.disk_usage(self._directory).free
+                reason += f": it takes {needed} bytes, {free} are free, {max(0, needed - free)} are missing"
+            log.error(
+                "cannot write checkpoint %s: %s; make room or mend the disk. Training goes on, %s, each round tries "
+                "again",
+                *(draft.with_suffix(""), reason, f"{self._newest} is kept" if self._newest else "without one"),
+            )
 
     # ------------------------------------------------------------------ loading
 
@@ -245,30 +251,19 @@ class PeerCheckpoint:
             DataError: there are checkpoints, and none can be used; or there is none of `round`.
             JoinError: they belong to another run.
         """
-        reasons: list[str] = []
-        names = self._names()
-        if round is not None:
-            rounds = sorted({_round_of(name) for name in names})
-            if round not in rounds:
-                held = f"those of rounds {', '.join(map(str, rounds))}" if rounds else "none"
-                raise DataError(
-                    f"{self._directory} holds no checkpoint of round {round}, but {held}; set --resume-round to one of "
-                    f"them, or drop it"
-                )
-            names = [name for name in names if _round_of(name) == round]
-        for name in names:
-            folder = self._directory / name
-            try:
-                state, expected = decode_state((folder / STATE).read_bytes(), run_id)
-                if digest_of_file(folder / TENSORS) != expected:
-                    raise ValueError(f"{TENSORS} does not match its digest")
-                return Found(name, state)
-            except (OSError, ValueError) as error:
-                reasons.append(f"checkpoint {folder} is damaged: {error}")
-                log.warning("%s; trying the one before", reasons[-1])
-        if reasons:
-            raise DataError(f"{reasons[0]}, and no other is whole; delete {self._directory} to go on without")
-        return None
+        names, where = self._names(), self._directory
+        rounds = sorted({_round_of(name) for name in names})
+        if round is not None and round not in rounds:
+            held = f"those of rounds {', '.join(map(str, rounds))}" if rounds else "none"
+            raise DataError(
+                f"{where} holds no checkpoint of round {round}, but {held}; set --resume-round to one of them, or drop "
+                f"it"
+            )
+        names = [name for name in names if round in (None, _round_of(name))]
+        found = next(self._whole(names, run_id, has_tensors=True), None)
+        if found is None and names:
+            raise DataError(f"no checkpoint in {where} is whole; delete {where} to go on without")
+        return found
 
     def load(self, found: Found, *, skips_optimizer: bool = False) -> Saved:
         """Load a checkpoint; the next save deletes those that are newer than it: damaged ones, or given up."""
@@ -279,15 +274,22 @@ class PeerCheckpoint:
 
     def states(self, run_id: str) -> dict[Path, PeerState]:
         """Return the state of each finished checkpoint by its folder, newest first; damaged ones are left out."""
-        states: dict[Path, PeerState] = {}
-        for name in self._names():
+        found = self._whole(self._names(), run_id, has_tensors=False)
+        return {self._directory / name: state for name, state in found}
+
+    def _whole(self, names: Sequence[str], run_id: str, *, has_tensors: bool) -> Iterator[Found]:
+        """Yield the checkpoints whose state, and perhaps tensors, are undamaged."""
+        for name in names:
+            folder = self._directory / name
             try:
-                states[self._directory / name] = decode_state((self._directory / name / STATE).read_bytes(), run_id)[0]
-            except FileNotFoundError:
-                continue  # the peer that uses it has deleted it meanwhile
+                state, expected = decode_state((folder / STATE).read_bytes(), run_id)
+                if has_tensors and digest_of_file(folder / TENSORS) != expected:
+                    raise ValueError(f"{TENSORS} does not match its digest")
             except (OSError, ValueError) as error:
-                log.warning("checkpoint %s is damaged: %s", self._directory / name, error)
-        return states
+                if folder.exists():  # otherwise the peer that uses it has just deleted it
+                    log.warning("checkpoint %s is damaged: %s; trying the one before", folder, error)
+            else:
+                yield Found(name, state)
 
     def _names(self) -> list[str]:
         """Return the finished checkpoints, newest first: a peer's steps only grow, its rounds may go back."""
@@ -297,28 +299,49 @@ class PeerCheckpoint:
 
 
 def _round_of(name: str) -> int:
-    found = _FOLDER.match(name)
-    assert found is not None
-    return int(found[1])
-
-
-def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor | PagedVector]) -> None:
-    """Add state and tensors to a folder of version files, and sync all of it to the disk.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
-    save_tensors(tensors, folder / TENSORS)
-    content = encode_state(state, digest_of_file(folder / TENSORS))
-    (folder / STATE).write_bytes(content)
-    for name in (TENSORS, STATE, *map(file_name, state.versions)):
-        sync(folder / name)
-    sync(folder)
+    return int(name.split("-")[1])
 
 
 def checkpoint_of(output: Path, kept: KeptRounds | None = None) -> PeerCheckpoint:
     """Return the checkpoints in a peer's output folder."""
     return PeerCheckpoint(output / "checkpoint", output / "versions", kept)
+
+
+# ---------------------------------------------------------------------- one peer's rounds
+
+
+def save_round(
+    checkpoint: PeerCheckpoint, trainer: Trainer, sync: Synchroniser, total_tokens: int, *, is_last: bool
+) -> None:
+    """Start to save a committed round, unless the previous save is still under way.
+
+    The last round, and one whose checkpoint is kept for ever, wait for that.
+    """
+    if not checkpoint.wait(LAST_SECONDS if is_last or checkpoint.is_kept(sync.round) else 0.0):
+        return
+    saved: dict[str, Mapping[str, Tensor] | Mapping[str, PagedVector]] = {
+        MOMENTS: trainer.state_tensors(),  # copies
+        RESIDUALS: sync.swarm.residuals(),
+        RANDOM: trainer.random_state(),
+    }
+    versions, data = tuple(sync.swarm.versions().values()), trainer.data.state_dict()
+    state = PeerState(sync.held.run_id, sync.round, trainer.slots, trainer.steps, total_tokens, data, versions)
+    checkpoint.save(state, {f"{kind}{name}": each for kind, some in saved.items() for name, each in some.items()})
+
+
+def restore(saved: Saved, trainer: Trainer, sync: Synchroniser) -> None:
+    """Continue from a checkpoint, after the model was brought to the swarm's state; moments of other slots are left."""
+    trainer.restore(saved.state.steps, saved.state.data, _under(RANDOM, saved.tensors))
+    if saved.skips_optimizer:
+        return
+    moments = _under(MOMENTS, saved.tensors)
+    trainer.load_state_tensors({k: m for k, m in moments.items() if k.split("/")[0] in trainer.names})
+    if sync.swarm.versions()[SHARED].digest in {each.digest for each in saved.state.versions if each.name == SHARED}:
+        sync.swarm.restore_residuals(_under(RESIDUALS, saved.tensors))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def recover(output: Path, run_id: str, round: int | None = None) -> tuple[VersionStore, Found | None]:

@@ -23,8 +23,7 @@ from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training import opening
-from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
-from spes_p2p.training.checkpointer import Checkpointer
+from spes_p2p.training.checkpoint import LAST_SECONDS, PeerCheckpoint, Saved, restore, save_round
 from spes_p2p.training.dealer import deal
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.slots import active_of
@@ -69,7 +68,7 @@ class TrainingLoop:
         self._trainer = trainer
         self._sync = sync
         self._gate = gate
-        self._checkpointer = Checkpointer(checkpoint, trainer, sync)
+        self._checkpoint = checkpoint
         self._wanted = intent
         self._on_round: Callable[[Metrics], None] = lambda report: None
         self._total_tokens = 0
@@ -122,8 +121,7 @@ class TrainingLoop:
         seconds = held.clock() - settled_at
         self._load(moments)  # others' slots, as far as the model is no worse with them
         if sync.round > before:
-            data = self._trainer.data.state_dict()
-            self._checkpointer.save(sync.round, self._trainer.steps, self._total_tokens, data, is_last=self._is_over)
+            self._save()
             self._report(trained, result, seconds)
 
     # ------------------------------------------------------------------ the run
@@ -143,14 +141,13 @@ class TrainingLoop:
         self._load()
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
-            self._checkpointer.restore(saved)
+            restore(saved, self._trainer, self._sync)
         if intent.trains:
             tokens, places = self._trainer.calibrate(measures=not self._sync.follows_others)
             self._tokens_per_second = tokens
             self._places_per_second = places
         if saved is None:
-            steps, data = self._trainer.steps, self._trainer.data.state_dict()
-            self._checkpointer.save(self._sync.round, steps, 0, data, is_last=False)
+            self._save()
 
     def run(self, on_round: Callable[[Metrics], None] | None = None) -> None:
         """Meet the others, and train until the run's last round is committed.
@@ -168,7 +165,8 @@ class TrainingLoop:
                 self._follow_amendments()
                 self.is_ended = self._intent(0.0).ends or self.is_ended
         finally:
-            self._checkpointer.close()
+            if self._checkpoint is not None:
+                self._checkpoint.wait(LAST_SECONDS)
 
     def _meet(self) -> None:
         """Learn when the first round ends: from the others' present round, or from a roster without deltas.
@@ -367,6 +365,10 @@ class TrainingLoop:
             trainer.load(LazyVectors([name for name in vectors if name not in adopted], vectors.__getitem__))
         trainer.load({name: vector for name, vector in (moments or {}).items() if name.weights in trainer.names})
         trainer.give_back()
+
+    def _save(self) -> None:
+        if self._checkpoint is not None:
+            save_round(self._checkpoint, self._trainer, self._sync, self._total_tokens, is_last=self._is_over)
 
     def _report(self, trained: Trained, result: RoundResult, exchange_seconds: float) -> None:
         """Report a committed round."""

@@ -208,7 +208,7 @@ class Synchroniser:
         return merge_shifts(self.run.merge, round, self._layout, weights, stepped)
 
     def commit(self, body: Body, result: RoundResult, staged: Mapping[VectorName, Tensor]) -> None:
-        """Publish what the certificate names, and take it as the anchors; a group that it does not name stays at its."""
+        """Publish what the certificate names, and take it as the anchors; the other anchors stay."""
         self.round = body.round
         self.swarm.publish(body.round, {name: vector for name, vector in staged.items() if not name.is_moments})
         own = [name for name in staged if name.is_weights]

@@ -19,7 +19,7 @@ from peer_processes import ROOT, write_corpus, write_settings
 from spes_p2p.cli import load_settings
 from spes_p2p.config import PeerConfig, RoundConfig
 from spes_p2p.peer.output_dir import can_resume, check_output
-from spes_p2p.training.checkpointer import LAST_SECONDS
+from spes_p2p.training.checkpoint import LAST_SECONDS
 
 pytestmark = pytest.mark.timeout(480)
 

@@ -28,8 +28,7 @@ from spes_p2p.swarm.exchange.store import VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import opening
-from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, recover
-from spes_p2p.training.checkpointer import MOMENTS, Checkpointer
+from spes_p2p.training.checkpoint import MOMENTS, PeerCheckpoint, PeerState, Saved, recover, save_round
 from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
@@ -458,9 +457,8 @@ def test_a_save_of_a_round_that_is_kept_waits_for_the_one_before():
     """Otherwise a slow disk would leave out the very round that is to be kept."""
     waited = []
     checkpoint = SimpleNamespace(is_kept=lambda round: round == 4, wait=lambda seconds: waited.append(seconds))
-    checkpointer = Checkpointer(checkpoint, make_trainer(), None)  # type: ignore[arg-type]
     for round in (3, 4):
-        checkpointer.save(round, 1, 1, {}, is_last=False)
+        save_round(checkpoint, make_trainer(), SimpleNamespace(round=round), 1, is_last=False)  # type: ignore[arg-type]
     assert waited[0] == 0 and waited[1] > 0
 
 
