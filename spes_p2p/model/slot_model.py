@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from spes_p2p.codecs.kept import KeptForm
+from spes_p2p.codecs.vectors import Layout
 from spes_p2p.dtensor import distribute_like
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import ExpertBank
@@ -75,6 +76,10 @@ class SlotModel:
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of `shared_parameters`."""
         return {name: tuple(parameter.shape) for name, parameter in self.shared_parameters().items()}
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return the layouts of the flat vectors of `shared` and of a `slot`."""
+        return {"shared": Layout(self.shared_shapes()), "slot": Layout(self.slot_shapes())}
 
     def slot_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of one slot's tensors, equal for all slots."""

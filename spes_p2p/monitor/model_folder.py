@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spes_p2p import __version__
 from spes_p2p.codecs.kept import KeptForm
-from spes_p2p.codecs.vectors import BlockHasher, Layout, digest, digest_of
+from spes_p2p.codecs.vectors import BlockHasher, digest, digest_of
 from spes_p2p.config import RunConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.tokenizer import write_tokenizer_settings
@@ -269,7 +269,7 @@ def _export(
         # Open files outlive their deletion by a running peer.
         opened = {name: _open_all(source, each, stack) for name, each in chosen.items()}
         model = outline_of(run, source.manifest.vocab_size)
-        layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
+        layouts = model.layouts()
         anchors = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()})
         sizes = anchors.bundle_numel()
 

@@ -290,15 +290,14 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     parameter: residuals of the part that a member of two reduces. A round's end adds 2 e (the averager's inputs and
     outputs), with a lossy codec 2 (new residuals), the kept forms of the trained slots, and the larger of two sums:
 
-    - what is brought: 4 (k - 1) for averaged moments, and 4 k + e of the largest vector, which is read and encoded
-      after the others; nothing if k = 1 and the codec is exact, because it is read into the averager's inputs;
+    - what is brought: 4 + e of the largest vector, which is read and encoded by itself, or 8 k with averaged moments;
+      nothing if k = 1 and the codec is exact, because it is read into the averager's inputs; where FSDP shards, each
+      other rank puts the vector together, too;
     - results: 4 k decoded, unless exact, which take no memory of their own; and the largest of: all slots for the merge
       (E P, and a layer of them three times more), versions to publish (a, unless they take the memory of a decoded
       result), and a fetched slot (3 a P).
 
     A peer that is alone reduces and fetches nothing: it has neither these residuals nor the averager's outputs.
-    Where FSDP shards, all vectors are read before any is encoded, both sums count, and each rank puts unsharded
-    parameters together (k).
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
     """
@@ -316,16 +315,11 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     sent = held + num_sides * sum(group.numel * group.encoded for group in vectors)
     are_exact = not setup.averaged_moments or is_exact(setup.codecs.moments)
     results = sum(group.copies * group.numel for group in vectors if not (group.is_exact and are_exact)) + max(phases)
-    if setup.num_ranks > 1 and setup.shard == "fsdp":
-        twice = 2 if setup.averaged_moments else 1  # what is read, and what is made of it
-        brought = sum(twice * group.copies * group.numel for group in vectors if twice > 1 or not group.is_exact)
-        everywhere = setup.num_ranks * sum(group.copies * group.numel for group in vectors)
-        largest: float = FP32 * max(brought + results, everywhere)
-    else:
-        made = [group for group in vectors if not (group.is_exact and group.copies == 1)]
-        moments = FP32 * sum((group.copies - 1) * group.numel for group in vectors)
-        one = max((group.largest * (FP32 * group.copies + group.encoded) for group in made), default=0)
-        largest = max(moments + one, FP32 * results)
+    others = setup.num_ranks - 1 if setup.shard == "fsdp" else 0
+    brought = max(
+        group.largest * (group.made_bytes + others * FP32 * max(1, 2 * group.copies - 2)) for group in vectors
+    )
+    largest = max(brought, FP32 * results)
     return round(held), round(held + forms + sent + largest)
 
 
@@ -348,6 +342,13 @@ class _GroupVectors:
     anchors: int
     encoded: float
     is_exact: bool
+
+    @property
+    def made_bytes(self) -> float:
+        """Bytes per parameter of a contribution while it is read, put together with its moments, and encoded."""
+        if self.copies > 1:
+            return 2 * FP32 * self.copies
+        return 0.0 if self.is_exact else FP32 + self.encoded
 
     @property
     def residual_bytes(self) -> int:

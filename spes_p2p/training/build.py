@@ -67,18 +67,18 @@ def build_trainer(
             model = build_adapted(
                 run, base, vocab_size=vocab_size, storage=storage, attention=machine.attention, device=ranks.device
             )
-        return Trainer(model, run.train, data, ranks, machine, clock=clock)
-    model = build_slot_model(
-        run.model,
-        vocab_size=vocab_size,
-        sequence_length=run.data.sequence_length,
-        seed=None,
-        claimed=(),
-        storage=storage,
-        kernel=machine.kernel,
-        attention=machine.attention,
-        device=ranks.device,
-    )
+    else:
+        model = build_slot_model(
+            run.model,
+            vocab_size=vocab_size,
+            sequence_length=run.data.sequence_length,
+            seed=None,
+            claimed=(),
+            storage=storage,
+            kernel=machine.kernel,
+            attention=machine.attention,
+            device=ranks.device,
+        )
     return Trainer(model, run.train, data, ranks, machine, clock=clock)
 
 
@@ -165,7 +165,7 @@ class StartBundles(LazyVectors[VectorName]):
             raise ConfigError(f"this run starts from no checkpoint, but from its seed; drop --from {source}")
         model = outline_of(run, vocab_size)
         self._source = source
-        self._layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
+        self._layouts = model.layouts()
         self.anchors = Anchors(run, {kind: layout.numel for kind, layout in self._layouts.items()})
         self._sizes = self.anchors.bundle_numel()
         self._digests = {name: each for name, each in start_digests(run).items() if not name.is_kept}
@@ -324,7 +324,7 @@ class WholeModel:
             for slot in range(self._num_slots):
                 self._model.load_slot(slot, initial.read(slot))
         self.module = torch.nn.Module.to(self._model.module, device)
-        self._layouts = {SHARED: Layout(self._model.shared_shapes()), "slot": Layout(self._model.slot_shapes())}
+        self._layouts = self._model.layouts()
         self._form = KeptForm(run.kept_form, self._layouts["slot"].numel) if run.kept_form is not None else None
 
     @property

@@ -118,7 +118,7 @@ def rejoin(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> float
         routed: Tokens routed to each slot, as `HeldSlots.fetch` takes them.
     """
     swarm, held, times = sync.swarm, sync.held, sync.run.round
-    deadline = held.clock() + REJOIN_SECONDS
+    deadline, recent = held.clock() + REJOIN_SECONDS, 2 * times.matchmaking_seconds + times.averaging_seconds
     while held.clock() < deadline:
         # An expected peer is waited for after the round's end: one step is better than none.
         since = max(sync.expected_since, swarm.now() - PUNCTUAL * times.matchmaking_seconds)
@@ -130,8 +130,8 @@ def rejoin(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> float
             catch_up(sync, routed)
         elif times.mode == "steps" or announced:
             return sync.bounded(announced)
-        elif not sync.are_synchronising(2 * times.matchmaking_seconds + times.averaging_seconds):
-            break
+        elif not any(record.ends_at > swarm.now() - recent for record in sync.records(last.voters)):
+            break  # none of them synchronises
         if swarm.wait(POLL_SECONDS):  # the next round's end is known soon
             break
     return None

@@ -72,7 +72,6 @@ class TrainingLoop:
         self._wanted = intent
         self._on_round: Callable[[Metrics], None] = lambda report: None
         self._total_tokens = 0
-        self._share = range(0)  # of shared data
         self._tokens_per_second = self._places_per_second = 0.0
         self._round_ends = 0.0  # DHT time
         self._last_report = self._trainer.clock()
@@ -201,42 +200,25 @@ class TrainingLoop:
         Returns:
             What was trained; None if the owner has ended this peer before it has trained anything, or others the run.
         """
-        steps = Steps(self._trainer.clock(), self._now())
+        trainer, run, steps = self._trainer, self._run, Steps(self._trainer.clock(), self._now())
         self.begun_rounds += 1
-        self._deal()
-        while not self._is_over and ((done := self._share_done(steps)) < 1.0 or not steps.num):
-            is_due = done >= 1.0 or not self._has_end
-            # The others would wait for a peer that rests beyond the round's end.
-            intent = self._intent(math.inf if is_due else self._round_ends - self._now())
-            if not intent.trains or (self._run.num_slots and not self._trainer.slots):  # paused, or just resumed
-                if intent.ends and not intent.trains and not steps.num:
-                    self.is_ended = True
-                    return None
-                if is_due and self._meets_idle(intent):
-                    break
-                steps.paused_seconds += self._wait(IDLE_SECONDS if is_due else self._round_ends - self._now())
-                continue
-            if steps.num and self._share_done(steps) >= 1.0:
-                break  # its rest has lasted until the round's end
-            began = self._trainer.clock()
-            steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
-            self._step_seconds = self._trainer.clock() - began
-            if self._sync.held.rescue_orphans():
-                self._load()
-        seconds = self._trainer.clock() - steps.began - steps.paused_seconds
+        share = range(0)
+        if run.data.is_shared:  # its share, and then an order of its own
+            share, own = deal(self._sync.swarm, self._sync.round)
+            trainer.deal(share, own)
+        self._make_steps(steps)
+        seconds = trainer.clock() - steps.began - steps.paused_seconds
         if steps.num:
             self._tokens_per_second = steps.tokens / seconds
-            places = steps.num * self._run.train.batch_size * self._run.data.sequence_length
-            self._places_per_second = places / seconds
+            self._places_per_second = steps.num * run.train.batch_size * run.data.sequence_length / seconds
             self._count_attempt(steps)
         self._total_tokens += steps.tokens
-        if self._run.data.is_shared:
+        if run.data.is_shared:
             words = "round %d: trained %d batches, %d of them from its share, which begins at batch %d"
-            from_share = min(steps.num, len(self._share))
-            log.info(words, self._sync.round + 1, steps.num, from_share, self._share.start)
-        self._trainer.give_back()  # gradients and activations: the round's vectors take as much
-        self.brought_steps = self._trainer.steps
-        if self._is_over:
+            log.info(words, self._sync.round + 1, steps.num, min(steps.num, len(share)), share.start)
+        trainer.give_back()  # gradients and activations: the round's vectors take as much
+        self.brought_steps = trainer.steps
+        if self._is_over or self.is_ended:
             return None
         return Trained(
             deltas=self._deltas(),
@@ -244,10 +226,35 @@ class TrainingLoop:
             tokens_per_second=self._tokens_per_second if steps.num else 0.0,
             seconds=seconds,
             places_per_second=self._places_per_second if steps.num else 0.0,
-            routed=self._trainer.routed_tokens(),
+            routed=trainer.routed_tokens(),
             loss=steps.weighted_loss / steps.tokens if steps.tokens else None,
             batches=steps.num,
         )
+
+    def _make_steps(self, steps: Steps) -> None:
+        """Make steps until the round ends, or the owner ends a peer that has made none."""
+        while not self._is_over and ((done := self._share_done(steps)) < 1.0 or not steps.num):
+            is_due = done >= 1.0 or not self._has_end
+            left = math.inf if is_due else self._round_ends - self._now()
+            intent = self._intent(left)  # the others would wait for a peer that rests beyond the round's end
+            if not intent.trains or (self._run.num_slots and not self._trainer.slots):  # paused, or just resumed
+                if intent.ends and not intent.trains and not steps.num:
+                    self.is_ended = True
+                    return
+                # A paused peer that is alone ends no round, but waits to be resumed.
+                if is_due and (intent.trains or intent.ends or len(active_of(self._sync.held.claims())) > 1):
+                    return
+                began = self._trainer.clock()
+                self._sync.swarm.wait(max(0.0, min(left, IDLE_SECONDS)))
+                steps.paused_seconds += self._trainer.clock() - began
+                continue
+            if steps.num and self._share_done(steps) >= 1.0:
+                return  # its rest has lasted until the round's end
+            began = self._trainer.clock()
+            steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
+            self._step_seconds = self._trainer.clock() - began
+            if self._sync.held.rescue_orphans():
+                self._load()
 
     def _deltas(self) -> LazyVectors[VectorName]:
         """Return how far training has moved each vector from its anchor, then the moments that the run averages."""
@@ -261,15 +268,9 @@ class TrainingLoop:
 
         return LazyVectors(trainer.names, delta)
 
-    def _deal(self) -> None:
-        """Draw this peer's share of shared data from now on, and then in an order of its own."""
-        if self._run.data.is_shared:
-            self._share, own = deal(self._sync.swarm, self._sync.round)
-            self._trainer.deal(self._share, own)
-
     def _count_attempt(self, steps: Steps) -> None:
         """Count the attempts in a row without a finite step, which repeat one round; end this peer after some."""
-        self._num_fruitless = 0 if steps.num_finite else self._num_fruitless + 1
+        self._num_fruitless = 0 if steps.tokens else self._num_fruitless + 1
         fault = f"round {self._sync.round + 1}: none of {steps.num} steps had a finite gradient"
         if self._num_fruitless >= MAX_FRUITLESS:
             raise DataError(f"{fault}, in {MAX_FRUITLESS} attempts in a row; {REMEDY}")
@@ -295,16 +296,6 @@ class TrainingLoop:
         if intent.threads not in (None, torch.get_num_threads()):
             self._trainer.use_threads(intent.threads)
         return intent
-
-    def _meets_idle(self, intent: Intent) -> bool:
-        """Check whether a peer that makes no steps ends the round; a paused peer that is alone waits to be resumed."""
-        return intent.trains or intent.ends or len(active_of(self._sync.held.claims())) > 1
-
-    def _wait(self, seconds: float) -> float:
-        """Wait for a moment, and no longer than `seconds`; return the time that it took."""
-        began = self._trainer.clock()
-        self._sync.swarm.wait(max(0.0, min(seconds, IDLE_SECONDS)))
-        return self._trainer.clock() - began
 
     # ------------------------------------------------------------------ when a round ends
 
@@ -419,8 +410,7 @@ class Steps:
         began: The trainer's time at the round's beginning.
         began_at: The same in DHT time.
         num: Steps.
-        num_finite: Steps with a finite gradient.
-        tokens: Tokens that these have trained.
+        tokens: Tokens of those with a finite gradient.
         weighted_loss: Sum over these tokens of the loss, nats.
         paused_seconds: Time for which the owner had paused the training.
     """
@@ -428,7 +418,6 @@ class Steps:
     began: float
     began_at: float
     num: int = 0
-    num_finite: int = 0
     tokens: int = 0
     weighted_loss: float = 0.0
     paused_seconds: float = 0.0
@@ -437,6 +426,5 @@ class Steps:
         """Count a step."""
         self.num += 1
         if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
-            self.num_finite += 1
             self.tokens += step.tokens
             self.weighted_loss += step.loss * step.tokens

@@ -103,7 +103,7 @@ class Synchroniser:
             deadline = self.held.clock() + self.run.round.max_seconds
             while self.held.clock() < deadline and any(
                 record.round < self.round or (record.round == self.round and not record.is_done)
-                for record in self._active_records()
+                for record in self.records(active_of(self.held.trusted(self.held.claims())))
             ):
                 if self.swarm.wait(POLL_SECONDS):
                     return
@@ -179,11 +179,10 @@ class Synchroniser:
             sync_seconds=statistics.median(self.synced or (0.0,)),  # a single stall does not lengthen the next rounds
             uplink_mbit=self._machine.uplink_mbit,
         )
-        deltas = trained.deltas or LazyVectors(self.held.names, self._nothing)
+        anchors, round = self.anchors, self.round + 1
+        nothing = LazyVectors(usable, lambda name: anchors.contribution(name, anchors.weights(name), None, round))
+        deltas = trained.deltas or nothing
         return Contribution(member, LazyVectors([name for name in deltas if name in usable], deltas.__getitem__))
-
-    def _nothing(self, name: VectorName) -> Tensor:
-        return self.anchors.contribution(name, self.anchors.weights(name), None, self.round + 1)
 
     def _stage(self, result: RoundResult) -> dict[VectorName, Tensor]:
         """Return the bundles that would follow from a result, their kept forms, and mean moments; anchors stay."""
@@ -249,11 +248,6 @@ class Synchroniser:
         """Return `ends_at`, capped at the latest end that an honest roster can give."""
         return min(ends_at, self.swarm.now() + self.run.round.max_seconds + self.run.round.exchange_seconds)
 
-    def are_synchronising(self, seconds: float) -> bool:
-        """Check whether the training of some voter's round has ended within the last `seconds`."""
-        voters = self._records(self.swarm.last().voters)
-        return any(record.ends_at > self.swarm.now() - seconds for record in voters)
-
     def announced_end(self, round: int, since: float | None = None) -> float:
         """Return the DHT time at which this round's training ends, as the median of the voters; 0 if none trains it.
 
@@ -262,7 +256,7 @@ class Synchroniser:
             since: Count rounds that end after this DHT time; by default after now.
         """
         since = self.swarm.now() if since is None else since
-        voters = self._records(self.swarm.last().voters)
+        voters = self.records(self.swarm.last().voters)
         ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
         return statistics.median_low(ends) if ends else 0.0  # guard: round-end
 
@@ -284,11 +278,7 @@ class Synchroniser:
         if not is_done:
             self.held.announce("active")
 
-    def _records(self, peers: Sequence[str]) -> list[Progress]:
+    def records(self, peers: Sequence[str]) -> list[Progress]:
         """Return the progress records of those of `peers` that are other peers; no single one decides anything."""
         others = set(peers) - {self.swarm.peer_id}
         return [record for peer, record in self.swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
-
-    def _active_records(self) -> list[Progress]:
-        """Return the progress records of all other active peers whose claims count."""
-        return self._records(active_of(self.held.trusted(self.held.claims())))

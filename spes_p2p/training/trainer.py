@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import DataConfig, MachineConfig, TrainConfig, check_training, sequences_at_once
 from spes_p2p.data.mixture import MixedSource
 from spes_p2p.data.packing import TokenSource
@@ -178,9 +177,10 @@ class Trainer:
         torch.nn.Module.to(model.module, ranks.device)
         if machine.activation_checkpointing:
             model.module.activation_checkpointing_enable({"use_reentrant": False})
-        self.layouts = {SHARED: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
+        self.layouts = model.layouts()
         self._loss = TrainingLoss(model, train)
         self._sharding = sharding_of(machine.shard, ranks)
+        self.is_sharded = self._sharding.is_sharded
         self._wrapped = self._sharding.wrap(self._loss)
         slots = {slot: model.slot_parameters(slot) for slot in model.claimed}
         self.optimizer = InnerOptimizer(
@@ -192,11 +192,6 @@ class Trainer:
     def slots(self) -> tuple[int, ...]:
         """The slots trained here, ascending."""
         return self.model.claimed
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank keeps only a shard of each parameter, so that all ranks must join to gather one."""
-        return self._sharding.is_sharded
 
     def close(self) -> None:
         """Drop the DDP wrapper: its destructor may wait forever for a process group that has ended."""
@@ -407,9 +402,9 @@ class Trainer:
         if new == old:
             return
         # With sharded parameters, all slots are sharded again, and their optimizer state must follow.
-        renewed = old if self._sharding.is_sharded else old - new
+        renewed = old if self.is_sharded else old - new
         payloads = {slot: self.optimizer.remove_slot(slot) for slot in sorted(renewed)}
-        if self._sharding.is_sharded:
+        if self.is_sharded:
             self.model.gather()
         for slot in sorted(old - new):
             self.model.release(slot)

@@ -254,7 +254,7 @@ def test_a_peer_that_has_left_its_run_waits_for_no_other(monkeypatch):
     """Its synchronisation may go on beside its end; it used to ask again and again, without a pause."""
     peer = run_virtual(tiny_run(round=RoundConfig(mode="steps", steps=2, total=1)), num_peers=2, max_slots=3)[0]
     late = Progress(peer_id=peer_id(1), round=0, ends_at=0.0)
-    monkeypatch.setattr(peer.sync, "_active_records", lambda: [late])
+    monkeypatch.setattr(peer.sync, "records", lambda peers: [late])
     looks: list[None] = []
     claims = peer.sync.held.claims
     monkeypatch.setattr(peer.sync.held, "claims", lambda: looks.append(None) or claims())
