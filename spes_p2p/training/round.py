@@ -105,14 +105,14 @@ class TrainingLoop:
             held.has_met(result.roster, expected)
         moments = {name: vector for name, vector in staged.items() if name.is_moments}
         sync.num_committed = len(staged.keys() & (trained.deltas or held.names))
-        if body is not None and staged:
-            sync.commit(body, result, staged)  # the versions are published, and are the new anchors
-            result, staged = replace(result, means={}), {}  # as large as what was trained
+        sync.commit(body, result, staged)  # the versions are published, and are the new anchors
+        result, staged = replace(result, means={}), {}  # as large as what was trained
+        if body is not None and sync.num_committed:
             held.rebalance()  # which slots are this peer's from now on
             held.fetch(result.roster, trained.routed)  # what the certificate names and this peer lacks
             ends_at: float | None = body.ends_at
         else:
-            ends_at = self._go_on(trained, result, body, len(expected))
+            ends_at = self._go_on(trained, body, len(expected))
         self._round_ends = ends_at or sync.next_end(result, sync.round + 1)
         sync.announce(self._round_ends)
         sync.synced.append(min(self._now() - began, 3600.0))
@@ -319,14 +319,13 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ what was synchronised
 
-    def _go_on(self, trained: Trained, result: RoundResult, body: Body | None, expected: int) -> float | None:
+    def _go_on(self, trained: Trained, body: Body | None, expected: int) -> float | None:
         """Go on from the others' versions, or the anchors again, after a round that this peer has not committed.
 
         Returns:
             The DHT time at which the next round's training ends, if others have said so.
         """
         sync, held, ends_at = self._sync, self._sync.held, None
-        sync.swarm.settle(result, ())
         if sync.is_behind(expected):
             log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)
             opening.catch_up(sync, trained.routed)

@@ -194,9 +194,8 @@ class Synchroniser:
             staged[name], moments = self.anchors.stepped(name, mean, shifts.get(name))
             if moments is not None:
                 staged[name.moments] = moments
-            if name != SHARED and self.anchors.form is not None:
-                staged[name.kept] = self.anchors.kept_form(name, staged[name])
-        return staged
+        slots = [name for name in result.means if name != SHARED] if self.anchors.form is not None else []
+        return staged | {name.kept: self.anchors.kept_form(name, staged[name]) for name in slots}
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
         if not merge_alpha(self.run.merge, round):
@@ -206,10 +205,11 @@ class Synchroniser:
         stepped = (*self.held.slots, *self.held.replicated())
         return merge_shifts(self.run.merge, round, self._layout, weights, stepped)
 
-    def commit(self, body: Body, result: RoundResult, staged: Mapping[VectorName, Tensor]) -> None:
+    def commit(self, body: Body | None, result: RoundResult, staged: Mapping[VectorName, Tensor]) -> None:
         """Publish what the certificate names, and take it as the anchors; the other anchors stay."""
-        self.round = body.round
-        self.swarm.publish(body.round, {name: vector for name, vector in staged.items() if not name.is_moments})
+        if body is not None and staged:
+            self.round = body.round
+            self.swarm.publish(body.round, {name: vector for name, vector in staged.items() if not name.is_moments})
         own = [name for name in staged if name.is_weights]
         for name in own:
             self.anchors.set(name, self.swarm.mapped(name))

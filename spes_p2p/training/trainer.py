@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor, nn
@@ -111,13 +111,6 @@ class FSDP(SingleRank):
                 part.reshard()  # some keep their parameters gathered for a backward pass
 
 
-def sharding_of(name: Literal["ddp", "fsdp"], ranks: Ranks) -> SingleRank:
-    """Return how a peer's ranks share the work; a single rank shares nothing."""
-    if ranks.world_size == 1:
-        return SingleRank()
-    return DDP() if name == "ddp" else FSDP(ranks)
-
-
 CALIBRATION_PASSES = 2
 """Passes over a microbatch, after the first, of which the last is measured."""
 WARM_SECONDS = 1.0
@@ -179,7 +172,7 @@ class Trainer:
             model.module.activation_checkpointing_enable({"use_reentrant": False})
         self.layouts = model.layouts()
         self._loss = TrainingLoss(model, train)
-        self._sharding = sharding_of(machine.shard, ranks)
+        self._sharding = SingleRank() if ranks.world_size == 1 else DDP() if machine.shard == "ddp" else FSDP(ranks)
         self.is_sharded = self._sharding.is_sharded
         self._wrapped = self._sharding.wrap(self._loss)
         slots = {slot: model.slot_parameters(slot) for slot in model.claimed}
