@@ -27,7 +27,7 @@ from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.model.peft_files import named_base
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import DOCUMENTS
+from spes_p2p.swarm.exchange.versions import is_document
 
 SECONDS = 120.0
 TOTAL = 6
@@ -63,7 +63,7 @@ class World:
 
     def versions(self, name: str) -> dict[str, tuple[int, str]]:
         newest = VersionStore(self.folder / name / "versions").newest()
-        return {name: (version.round, version.digest) for name, version in newest.items() if name not in DOCUMENTS}
+        return {name: (version.round, version.digest) for name, version in newest.items() if not is_document(name)}
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from spes_p2p.cli import load_settings
 from spes_p2p.commands import amend
 from spes_p2p.config.commands import AmendConfig
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import DOCUMENTS
+from spes_p2p.swarm.exchange.versions import is_document
 
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots"
 SECONDS = 90.0
@@ -44,7 +44,7 @@ class World:
 
     def versions(self, name: str) -> dict[str, tuple[int, str]]:
         newest = VersionStore(self.folder / name / "versions").newest()
-        return {name: (version.round, version.digest) for name, version in newest.items() if name not in DOCUMENTS}
+        return {name: (version.round, version.digest) for name, version in newest.items() if not is_document(name)}
 
 
 def kill(*peers: Forked) -> None:

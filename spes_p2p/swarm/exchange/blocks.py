@@ -81,12 +81,15 @@ class Unfinished:
             return HASH_BYTES * self.num_blocks
         return min(BLOCK_BYTES, self.version.num_bytes - BLOCK_BYTES * number)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks are here."""
+        return self.have == (1 << self.num_blocks) - 1
+
     def missing(self) -> list[int]:
         """Return the blocks that are missing; only the LIST as long as that is missing."""
         if not self.hashes:
             return [LIST]
-        if self.have == (1 << self.num_blocks) - 1:
-            return []
         return [number for number in range(self.num_blocks) if not has_part(self.have, number)]
 
     def read(self, number: int) -> bytes | None:
@@ -108,8 +111,7 @@ class Unfinished:
             if self.hashes if number == LIST else has_part(self.have, number):
                 return False
             if number == LIST:
-                self.hashes = bytes(data)
-                self._resume()
+                self._resume(bytes(data))
                 return True
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -126,8 +128,9 @@ class Unfinished:
         own = hashlib.sha256(data).digest()
         return own == self.hashes[HASH_BYTES * number : HASH_BYTES * (number + 1)]  # guard: block-hash
 
-    def _resume(self) -> None:
-        """Find out which blocks are here from before a restart."""
+    def _resume(self, hashes: bytes) -> None:
+        """Keep the list, and find out which blocks are here from before a restart."""
+        self.hashes = hashes
         if self.path.exists():
             with self.path.open("rb") as file:
                 for number in range(self.num_blocks):

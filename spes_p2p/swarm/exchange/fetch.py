@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.codecs.vectors import BLOCK_BYTES
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.blocks import ALL, LIST, Unfinished, has_part, most_have_bytes, parse_have
+from spes_p2p.swarm.exchange.blocks import LIST, Unfinished, has_part, most_have_bytes, parse_have
 from spes_p2p.swarm.exchange.protocol import (
     ABSENT,
     BUSY,
@@ -189,7 +189,7 @@ class Fetch:
         for index, file in enumerate(self._files):
             if not file.lacks_parts:
                 continue
-            has = any(source.have is None or _last_of(source.have[index], file.open) is not None for source in live)
+            has = any(each.have is None or _last_of(each.have[index], file.open) is not None for each in live)
             if has or any(part[0] == index for part in self._requested):
                 file.seen_at = now
             elif not live or now - file.seen_at > ABSENT_SECONDS:
@@ -227,17 +227,15 @@ class Fetch:
             before = source.num_parts
             try:
                 return await self._talk(source)
-            except BusyError as error:
-                reason = str(error)
-            except (DisconnectedError, TimeoutError) as error:
-                source.num_failures += 1
-                reason = str(error)
-            except ExchangeError as error:
-                source.num_failures = MAX_FAILURES  # guard: bad-sender
-                reason = str(error)
-                log.warning("asking %s no more: it %s", source.peer, reason)
-            if (told := f"{source.peer[-6:]} {reason}") not in self._reasons:
-                self._reasons.append(told)
+            except (ExchangeError, TimeoutError) as error:
+                reason = f"{source.peer[-6:]} {error}"
+                if isinstance(error, DisconnectedError | TimeoutError):
+                    source.num_failures += 1
+                elif not isinstance(error, BusyError):
+                    source.num_failures = MAX_FAILURES  # guard: bad-sender
+                    log.warning("asking %s no more: it %s", source.peer, error)
+            if reason not in self._reasons:
+                self._reasons.append(reason)
             pause = PAUSE_SECONDS if source.num_parts > before else min(2 * pause, MAX_PAUSE_SECONDS)
             if source.num_failures < MAX_FAILURES:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -256,15 +254,13 @@ class Fetch:
                 await self._hear(channel, source, b"".join(map(bytes.fromhex, digests)))
                 heard_at = loop.time()
                 while any(file.lacks_parts for file in self._files):
-                    while self._has_room(requested) and (part := self._choose(source, is_idle=not requested)):
+                    while part := self._choose(source, requested):
                         requested.append(part)
                         await channel.send(GET, pack_get(self._files[part[0]].unfinished.version.digest, part[1]))
                     if requested:
                         await self._receive(channel, source, requested[0])
                         requested.popleft()
                         pause = POLL_SECONDS
-                    elif not self._may_get_more(source):
-                        await self._wait(CHECK_SECONDS)
                     elif (left := heard_at + pause - loop.time()) > 0:
                         await self._wait(left)
                     else:
@@ -273,10 +269,6 @@ class Fetch:
             finally:
                 for part in requested:
                     self._release(part, source)
-
-    def _may_get_more(self, source: Source) -> bool:
-        """Check whether a source lacks something of a version that lacks parts here too."""
-        return any(file.lacks_parts and have != ALL for file, have in zip(self._files, source.have or (), strict=True))
 
     async def _hear(self, channel: Channel, source: Source, digests: bytes = b"") -> None:
         """Ask what a source has of each version."""
@@ -288,12 +280,11 @@ class Fetch:
 
     # ------------------------------------------------------------------ parts
 
-    def _has_room(self, requested: Collection[Part]) -> bool:
+    def _choose(self, source: Source, requested: Collection[Part]) -> Part | None:
+        """Request one more part of a source: one that is missing, or, if the source is idle, one that is late."""
         num_bytes = sum(self._files[index].unfinished.part_bytes(number) for index, number in requested)
-        return len(requested) < MAX_REQUESTED and num_bytes < MAX_REQUESTED_BYTES
-
-    def _choose(self, source: Source, *, is_idle: bool) -> Part | None:
-        """Request a part of a source: one that is missing, or, if the source is idle, one that is late."""
+        if len(requested) >= MAX_REQUESTED or num_bytes >= MAX_REQUESTED_BYTES:
+            return None
         have = source.have or ()
         now = asyncio.get_running_loop().time()
         for index in self._order:
@@ -304,10 +295,10 @@ class Fetch:
         late = max(LATE_SECONDS, 2 * source.part_seconds)
         waiting = [
             (since, part)
-            for part, (since, other) in (self._requested.items() if is_idle else ())
+            for part, (since, other) in self._requested.items()
             if other is not source and now - since > late and has_part(have[part[0]], part[1])
         ]
-        if not waiting:
+        if requested or not waiting:
             return None
         _, part = min(waiting)
         self._requested[part] = now, source
@@ -342,7 +333,7 @@ class Fetch:
         source.num_parts += 1
         source.num_failures = 0
         self._requested.pop(part, None)
-        if is_new and (part[1] == LIST or not file.unfinished.missing()):
+        if is_new and (part[1] == LIST or file.unfinished.is_complete):
             self._draw(file)
 
 

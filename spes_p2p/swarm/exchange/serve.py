@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 
 from spes_p2p.codecs.vectors import HASH_BYTES
 from spes_p2p.swarm.exchange.protocol import (
@@ -34,7 +33,6 @@ MAX_NON_MEMBER_UPLOADS = 4
 """Uploads, among those, to peers that were not in the last round: training goes before joining."""
 QUEUE_SECONDS = 5.0
 """Time for which an upload waits for its turn before the answer is BUSY."""
-NUM_READERS = 2
 
 
 class Server:
@@ -54,7 +52,6 @@ class Server:
         self.bytes_out = 0
         self._store = store
         self._rate_limit = RateLimit(uplink_mbit)
-        self._readers = ThreadPoolExecutor(NUM_READERS, "serving")
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
         self._non_member_uploads = asyncio.Semaphore(MAX_NON_MEMBER_UPLOADS)
         self._members: Collection[str] = ()
@@ -76,8 +73,7 @@ class Server:
         """Send a document, or an inventory, to a peer that asks for it."""
         document = Question.parse(await channel.receive_text()).document
         if document is not None:
-            loop = asyncio.get_running_loop()
-            return await channel.send_last(await loop.run_in_executor(self._readers, self._store.read, document))
+            return await channel.send_last(await asyncio.to_thread(self._store.read, document))
         await channel.send_last(Inventory(versions=tuple(self._store.newest().values())).model_dump_json())
 
     async def serve(self, channel: Channel, peer: str) -> None:
@@ -111,8 +107,7 @@ class Server:
                         await turn.enter_async_context(limit)
             except TimeoutError:
                 return await channel.send(BUSY)
-            loop = asyncio.get_running_loop()
-            data = await loop.run_in_executor(self._readers, self._store.read_part, digest, number)
+            data = await asyncio.to_thread(self._store.read_part, digest, number)
             if data is None:
                 return await channel.send(ABSENT)
             frame_bytes = self._rate_limit.burst_bytes(FRAME_BYTES)
