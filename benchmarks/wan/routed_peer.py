@@ -15,7 +15,8 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from benchmarks.routers import Router
 from benchmarks.testbed import Place, TestBed
 from benchmarks.wan.actor import Actor, Actors, call_all
-from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES, Channel, DisconnectedError
+from spes_p2p.swarm.exchange.protocol import DATA
+from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel, DisconnectedError
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.introductions import Introducer, Links, _Question, _Told
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
@@ -109,11 +110,8 @@ class RoutedPeer:
         channel = Channel(reader, writer, CALL_SECONDS)
         with contextlib.closing(channel):
             for _ in range(int(await channel.receive_text()) // FRAME_BYTES):
-                _, left = await channel.receive_header()
-                while left:
-                    left -= len(await channel.read(left))
-            await channel.send_text("all")
-            await channel.wait_for_hang_up()
+                await channel.receive({DATA: FRAME_BYTES})
+            await channel.send_last("all")
 
     def close(self) -> None:
         self.node.close()

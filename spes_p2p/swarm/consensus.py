@@ -44,7 +44,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile, PublicKey
 from spes_p2p.swarm.decision import Decider
-from spes_p2p.swarm.exchange.protocol import Channel
+from spes_p2p.swarm.p2p.channel import Channel
 from spes_p2p.swarm.p2p.identity import IdentityKeys, peer_id_of
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import PROTOCOL

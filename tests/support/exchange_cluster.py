@@ -7,9 +7,9 @@ from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
-from spes_p2p.swarm.exchange.protocol import Channel, listen
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.p2p.channel import Channel, listen
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 

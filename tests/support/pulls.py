@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from spes_p2p.codecs.vectors import BLOCK_BYTES, HASH_BYTES, block_hashes
 from spes_p2p.swarm.exchange.blocks import ALL, LIST, encode_have
-from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES, GET, GET_BYTES, HAVE, WANT, Channel, parse_get
+from spes_p2p.swarm.exchange.protocol import DATA, GET, GET_BYTES, HAVE, WANT, parse_get
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel
 
 
 def offered(puller: Swarm, names: Sequence[str], peers: Sequence[str]) -> dict[VectorName, tuple[int, str]]:

@@ -28,7 +28,7 @@ from spes_p2p.swarm.consensus import (
     Consensus,
     Envelope,
 )
-from spes_p2p.swarm.exchange.protocol import TEXT, Channel, DisconnectedError
+from spes_p2p.swarm.p2p.channel import TEXT, Channel, DisconnectedError
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.votes import Rules
@@ -132,8 +132,7 @@ def send(node, peer, data):
     async def deliver():
         async with calling(node, peer) as channel:
             with contextlib.suppress(DisconnectedError):
-                await channel.send(TEXT, data)
-                await channel.wait_for_hang_up()
+                await channel.send_last(data)
 
     node.run(deliver(), 2 * SECONDS)
 
@@ -367,8 +366,7 @@ def test_of_one_peer_only_a_few_messages_are_read_at_the_same_time(three, strang
                 await asyncio.sleep(0.02)
             async with calling(stranger, three[0]) as channel:
                 with contextlib.suppress(DisconnectedError):
-                    await channel.send(TEXT, message)
-                    await channel.wait_for_hang_up()
+                    await channel.send_last(message)
             decided = await asyncio.to_thread(decide, three)
             return decided, list(taken)
 

@@ -23,10 +23,11 @@ from pulls import scripted, send_part
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.exchange import exchange, fetch, serve
-from spes_p2p.swarm.exchange.protocol import DATA, TEXT, WANT, Inventory
+from spes_p2p.swarm.exchange.protocol import DATA, WANT, Inventory
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.p2p.channel import TEXT
 from spes_p2p.swarm.p2p.identity import Identity
 
 pytestmark = pytest.mark.timeout(180)

@@ -94,9 +94,9 @@ class Unfinished:
 
     def read(self, number: int) -> bytes | None:
         """Return a block, or the LIST; None if it is not here."""
-        if number == LIST or not has_part(self.have, number):
-            return self.hashes or None if number == LIST else None
-        return read_block(self.path, number)
+        if number == LIST:
+            return self.hashes or None
+        return read_block(self.path, number) if has_part(self.have, number) else None
 
     def write(self, number: int, data: bytes | bytearray) -> bool:
         """Keep a block, or the LIST; return whether it was missing.
@@ -113,12 +113,9 @@ class Unfinished:
             if number == LIST:
                 self._resume(bytes(data))
                 return True
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                if os.pwrite(file, data, BLOCK_BYTES * number) < len(data):
+            with self.path.open("r+b", buffering=0) as file:
+                if os.pwrite(file.fileno(), data, BLOCK_BYTES * number) < len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            finally:
-                os.close(file)
             self.have |= 1 << number
             return True
 
@@ -130,11 +127,11 @@ class Unfinished:
 
     def _resume(self, hashes: bytes) -> None:
         """Keep the list, and find out which blocks are here from before a restart."""
+        self.path.touch()
         self.hashes = hashes
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                for number in range(self.num_blocks):
-                    self.have |= self._is_right(number, file.read(BLOCK_BYTES)) << number
+        with self.path.open("rb") as file:
+            for number in range(self.num_blocks):
+                self.have |= self._is_right(number, file.read(BLOCK_BYTES)) << number
 
 
 def read_block(path: Path, number: int) -> bytes | None:

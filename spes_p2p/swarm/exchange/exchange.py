@@ -14,21 +14,12 @@ from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.blocks import Unfinished
 from spes_p2p.swarm.exchange.fetch import Fetch
-from spes_p2p.swarm.exchange.protocol import (
-    MAX_DOCUMENT_BYTES,
-    MAX_INVENTORY_BYTES,
-    Channel,
-    DisconnectedError,
-    Document,
-    Inventory,
-    Question,
-    ask,
-    listen,
-)
+from spes_p2p.swarm.exchange.protocol import MAX_DOCUMENT_BYTES, MAX_INVENTORY_BYTES, Document, Inventory, Question
 from spes_p2p.swarm.exchange.serve import Server
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version, is_document
 from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.p2p.channel import Channel, DisconnectedError, ask, listen
 from spes_p2p.swarm.p2p.node import Node
 
 log = logging.getLogger(__name__)

@@ -13,18 +13,8 @@ from dataclasses import dataclass, field
 from spes_p2p.codecs.vectors import BLOCK_BYTES
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.blocks import LIST, Unfinished, has_part, most_have_bytes, parse_have
-from spes_p2p.swarm.exchange.protocol import (
-    ABSENT,
-    BUSY,
-    DATA,
-    FRAME_BYTES,
-    GET,
-    HAVE,
-    WANT,
-    Channel,
-    DisconnectedError,
-    pack_get,
-)
+from spes_p2p.swarm.exchange.protocol import ABSENT, BUSY, DATA, GET, HAVE, WANT, pack_get
+from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel, DisconnectedError
 
 log = logging.getLogger(__name__)
 

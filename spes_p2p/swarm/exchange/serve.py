@@ -12,20 +12,18 @@ from spes_p2p.swarm.exchange.protocol import (
     ABSENT,
     BUSY,
     DATA,
-    FRAME_BYTES,
     GET,
     GET_BYTES,
     HAVE,
     MAX_VERSIONS,
     WANT,
-    Channel,
-    DisconnectedError,
     Inventory,
     Question,
     parse_get,
     parse_want,
 )
 from spes_p2p.swarm.exchange.store import VersionStore
+from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel, DisconnectedError
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
 
 MAX_UPLOADS = 32

@@ -1,7 +1,7 @@
 """Limits on the calls and streams that other peers open: how many, how long, and how much of them waits in memory.
 
 Stock reads messages of any announced length, six ahead of the handler, from any number of streams, and keeps streams
-open for ever. The exchange bounds its own messages (`exchange/protocol.py`); its streams count towards the same quota.
+open for ever. The exchange bounds its own messages (`p2p/channel.py`); its streams count towards the same quota.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spes_p2p.swarm.exchange.protocol import Channel, Message, ask, listen
+from spes_p2p.swarm.p2p.channel import Channel, Message, ask, listen
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, dialled, scope_of
 from spes_p2p.swarm.p2p.rate_limit import Allowance

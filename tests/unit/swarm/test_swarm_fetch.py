@@ -16,21 +16,11 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange import fetch as module
 from spes_p2p.swarm.exchange.blocks import ALL, LIST, encode_have
 from spes_p2p.swarm.exchange.fetch import Fetch
-from spes_p2p.swarm.exchange.protocol import (
-    ABSENT,
-    BUSY,
-    DATA,
-    FRAME_BYTES,
-    GET,
-    GET_BYTES,
-    HAVE,
-    MAX_VERSIONS,
-    WANT,
-    Channel,
-)
+from spes_p2p.swarm.exchange.protocol import ABSENT, BUSY, DATA, GET, GET_BYTES, HAVE, MAX_VERSIONS, WANT
 from spes_p2p.swarm.exchange.serve import Server
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel
 
 NUM_BLOCKS = 4
 SECONDS = 30.0

@@ -10,8 +10,8 @@ import pytest
 from hivemind.p2p import PeerID
 
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.exchange.protocol import Channel
 from spes_p2p.swarm.p2p import introductions
+from spes_p2p.swarm.p2p.channel import Channel
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.p2p.introductions import BURST, CALLS, MAX_AT_ONCE, Introducer, Links, seen_at
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, _announced, quic_of

@@ -1,0 +1,172 @@
+"""Messages to and from other peers over one libp2p stream, each bounded in length and time.
+
+hivemind's protobuf streams buffer messages of any announced length, and take twice the CPU time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Self
+
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from pydantic import ValidationError
+
+from spes_p2p.errors import ExchangeError, SpesError
+from spes_p2p.presentation import problem_of
+from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.records import Strict
+
+log = logging.getLogger(__name__)
+
+FRAME_BYTES = 2**18
+"""Most bytes of a message of bulk data."""
+MAX_TEXT_BYTES = 2**13
+"""Most bytes of a message of JSON, unless its receiver expects more."""
+TEXT = b"t"
+"""Kind of a message of JSON."""
+_HEADER = struct.Struct("!cI")
+
+
+class Message(Strict):
+    """A JSON message to or from another peer, checked strictly."""
+
+    @classmethod
+    def parse(cls, data: bytes):
+        """Return the message that a peer sent; raise ExchangeError if it is malformed."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise ExchangeError(f"sent a malformed message: {problem_of(error)}") from error
+
+
+class DisconnectedError(ExchangeError):
+    """The stream ended before the payload did; the peer may be asked again."""
+
+
+class Channel:
+    """One stream to a peer, as messages.
+
+    Its methods raise DisconnectedError if the peer has hung up, and TimeoutError if it neither sends nor reads in time.
+
+    Args:
+        reader: Incoming bytes.
+        writer: Outgoing bytes; closed with the channel.
+        seconds: Longest time for the peer to send a message, or to accept one.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.seconds = seconds
+        writer.transport.set_write_buffer_limits(high=2 * FRAME_BYTES)
+
+    @classmethod
+    async def open(cls, node: Node, peer: str, service: str, seconds: float) -> Self:
+        """Connect to a peer's service; raise TimeoutError if that takes longer than `seconds`."""
+        dialling = asyncio.ensure_future(node.p2p.call_binary_stream_handler(PeerID.from_base58(peer), service))
+        try:
+            _, reader, writer = await asyncio.wait_for(asyncio.shield(dialling), seconds)
+        except BaseException:
+            dialling.add_done_callback(_hang_up)  # a late stream must leave no socket behind
+            raise
+        return cls(reader, writer, seconds)
+
+    async def send(self, kind: bytes, data: bytes | bytearray | memoryview = b"") -> None:
+        """Send a message; wait until the operating system accepts it."""
+        async with _deadline(self.seconds):
+            if self._writer.transport.is_closing():  # uvloop would report a bug
+                raise DisconnectedError("hung up")
+            self._writer.write(_HEADER.pack(kind, len(data)))
+            if data:
+                self._writer.write(data)
+            await self._writer.drain()
+
+    async def send_text(self, text: str | bytes) -> None:
+        """Send JSON."""
+        await self.send(TEXT, text.encode() if isinstance(text, str) else text)
+
+    async def send_last(self, text: str | bytes) -> None:
+        """Send JSON, and wait until the peer hangs up: a stream that its sender closes may lose its last bytes."""
+        await self.send_text(text)
+        async with _deadline(self.seconds):
+            await self._reader.read(1)
+
+    async def receive(self, most: Mapping[bytes, int]) -> tuple[bytes, bytes]:
+        """Return a message's kind and content.
+
+        Args:
+            most: Most bytes by kind, of the kinds of messages that may come now.
+
+        Raises:
+            ExchangeError: it is of another kind, or longer.
+        """
+        async with _deadline(self.seconds):
+            kind, num_bytes = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            if num_bytes > most.get(kind, -1):  # guard: exchange-message
+                allowed = f"in place of at most {most[kind]}" if kind in most else "of a kind that was not expected"
+                raise ExchangeError(f"sent a message of {num_bytes} bytes {allowed}")
+            return kind, await self._reader.readexactly(num_bytes)
+
+    async def receive_text(self, most: int = MAX_TEXT_BYTES) -> bytes:
+        """Return a JSON message; raise as `receive` does."""
+        return (await self.receive({TEXT: most}))[1]
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._writer.close()
+
+
+async def ask(
+    node: Node, peer: str, service: str, question: Message, seconds: float, most: int = MAX_TEXT_BYTES
+) -> bytes:
+    """Return a peer's answer of at most so many bytes; raise as `Channel` does, and TimeoutError after `seconds`."""
+    async with asyncio.timeout(seconds):
+        channel = await Channel.open(node, peer, service, seconds)
+        with contextlib.closing(channel):
+            await channel.send_text(question.model_dump_json())
+            return await channel.receive_text(most)
+
+
+async def listen(node: Node, service: str, seconds: float, answer: Callable[[Channel, str], Awaitable[None]]) -> None:
+    """Answer each peer that opens a stream to a service, from now on.
+
+    Args:
+        node: This peer's host.
+        service: The service's name.
+        seconds: Longest time for a caller to send, or to accept what is sent.
+        answer: Gets the channel and the caller's id.
+    """
+
+    async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel, peer = Channel(reader, writer, seconds), info.peer_id.to_base58()
+        with contextlib.closing(channel):
+            try:
+                await answer(channel, peer)
+            except (SpesError, TimeoutError) as error:
+                log.debug("%s stopped answering %s: %s", service, peer[-6:], error)
+
+    await node.p2p.add_binary_stream_handler(service, handle)
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float) -> AsyncIterator[None]:
+    """Bound a step in time, and name its failure."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except asyncio.IncompleteReadError as error:
+        raise DisconnectedError("hung up") from error
+    except TimeoutError as error:
+        raise TimeoutError(f"was silent for {seconds:.0f} s") from error
+    except OSError as error:
+        raise DisconnectedError(f"connection broke: {error}") from error
+
+
+def _hang_up(dialled: asyncio.Future) -> None:
+    if not dialled.cancelled() and dialled.exception() is None:
+        dialled.result()[2].close()
