@@ -70,12 +70,11 @@ def alone_in(directory: Path, lock: str = LOCK) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error
     with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: output-lock
-        except BlockingIOError as error:
-            raise ConfigError(f"--output {directory} is in use by another process; name another") from error
-        except OSError:
-            pass  # a file system without locks
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: output-lock
+            except BlockingIOError as error:
+                raise ConfigError(f"--output {directory} is in use by another process; name another") from error
         yield
 
 
