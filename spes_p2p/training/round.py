@@ -96,15 +96,9 @@ class TrainingLoop:
         if trained is None:
             return
         sync, held, began, before = self._sync, self._sync.held, self._now(), self._sync.round
-        if trained.deltas:  # guard: infinite-peer
-            sync.await_steps()
-        expected = held.expected(held.claims())
-        result, staged, body = sync.settle(trained, began, len(expected), self._round_ends)  # meet, average, agree
+        result, staged, body = sync.settle(trained, began, self._round_ends)  # meet, average, agree: by attempts
         settled_at = held.clock()
-        if len(result.roster) > 1:
-            held.has_met(result.roster, expected)
         moments = {name: vector for name, vector in staged.items() if name.is_moments}
-        sync.num_committed = len(staged.keys() & (trained.deltas or held.names))
         sync.commit(body, result, staged)  # the versions are published, and are the new anchors
         result, staged = replace(result, means={}), {}  # as large as what was trained
         if body is not None and sync.num_committed:
@@ -112,11 +106,8 @@ class TrainingLoop:
             held.fetch(result.roster, trained.routed)  # what the certificate names and this peer lacks
             ends_at: float | None = body.ends_at
         else:
-            ends_at = self._go_on(trained, body, len(expected))
-        self._round_ends = ends_at or sync.next_end(result, sync.round + 1)
-        sync.announce(self._round_ends)
-        sync.synced.append(min(self._now() - began, 3600.0))
-        held.unloaded.update(held.names)
+            ends_at = self._go_on(trained, body)
+        self._round_ends = sync.end_round(ends_at, result, began)
         seconds = held.clock() - settled_at
         self._load(moments)  # others' slots, as far as the model is no worse with them
         if sync.round > before:
@@ -319,14 +310,14 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ what was synchronised
 
-    def _go_on(self, trained: Trained, body: Body | None, expected: int) -> float | None:
+    def _go_on(self, trained: Trained, body: Body | None) -> float | None:
         """Go on from the others' versions, or the anchors again, after a round that this peer has not committed.
 
         Returns:
             The DHT time at which the next round's training ends, if others have said so.
         """
         sync, held, ends_at = self._sync, self._sync.held, None
-        if sync.is_behind(expected):
+        if sync.is_behind:
             log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)
             opening.catch_up(sync, trained.routed)
             ends_at = opening.rejoin(sync, trained.routed)

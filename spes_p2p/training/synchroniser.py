@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -87,11 +87,12 @@ class Synchroniser:
         self.round = 0
         self.num_committed = 0
         """Groups of this peer that the last synchronisation has committed."""
+        self._expected: Collection[str] = ()
         self.expected_since = 0.0
         """DHT time from which the others wait for this peer."""
         self._layout = layout
         self._machine = machine or MachineConfig()
-        self.synced = deque[float](maxlen=3)
+        self._synced = deque[float](maxlen=3)
         """Seconds of the last synchronisations."""
 
     # ------------------------------------------------------------------ meet, average, agree
@@ -109,14 +110,13 @@ class Synchroniser:
                     return
 
     def settle(
-        self, trained: Trained, began: float, expected: int, closes_from: float
+        self, trained: Trained, began: float, closes_from: float
     ) -> tuple[RoundResult, dict[VectorName, Tensor], Body | None]:
         """Average, and agree on the result, attempt by attempt, until the round is decided; give it up after some.
 
         Args:
             trained: What this peer brings.
             began: DHT time at which its training ended.
-            expected: Number of peers that completes the roster at once.
             closes_from: DHT time from which the roster may be closed without the rest.
 
         Returns:
@@ -125,11 +125,14 @@ class Synchroniser:
             behind.
         """
         tried: list[tuple[RoundResult, dict[VectorName, Tensor], dict[VectorName, str]]] = []
+        if trained.deltas:  # guard: infinite-peer
+            self.await_steps()
+        self._expected = self.held.expected(self.held.claims())
         contribution = self._contribution(trained, began)
         body: Body | None = None
-        while body is None and len(tried) < ATTEMPTS and not self.swarm.wait(0.0) and not self.is_behind(expected):
+        while body is None and len(tried) < ATTEMPTS and not self.swarm.wait(0.0) and not self.is_behind:
             # Another peer's fault drops groups; it raises nothing.
-            result = self.swarm.average(contribution, expected=expected, closes_from=closes_from)
+            result = self.swarm.average(contribution, expected=len(self._expected), closes_from=closes_from)
             # One without a roster gives the attempt up: without its word the others may lack a quorum to meet again.
             has_met = bool(result.roster) or not self.round
             if has_met and not any(member.tokens for member in (*result.roster, contribution.member)):
@@ -152,9 +155,10 @@ class Synchroniser:
                 log.warning("round %d: dropped %s: %s", self.round + 1, names, reason)
         return result, {name: vector for name, vector in staged.items() if name.weights not in false}, body
 
-    def is_behind(self, expected: int) -> bool:
-        """Check whether others of so many peers have gone on from another model than this peer's."""
-        return expected > 1 and (self.swarm.last().round > self.round or self.held.is_astray)
+    @property
+    def is_behind(self) -> bool:
+        """Whether others of the expected peers have gone on from another model than this peer's."""
+        return len(self._expected) > 1 and (self.swarm.last().round > self.round or self.held.is_astray)
 
     def _contribution(self, trained: Trained, began: float) -> Contribution:
         """Return this peer's roster entry, and its deltas from anchors that count."""
@@ -176,7 +180,7 @@ class Synchroniser:
             starts=dict(self.held.starts()),
             tokens_per_second=trained.places_per_second if self.run.round.samples else trained.tokens_per_second,
             ready_at=began,
-            sync_seconds=statistics.median(self.synced or (0.0,)),  # a single stall does not lengthen the next rounds
+            sync_seconds=statistics.median(self._synced or (0.0,)),  # a single stall does not lengthen the next rounds
             uplink_mbit=self._machine.uplink_mbit,
         )
         anchors, round = self.anchors, self.round + 1
@@ -207,16 +211,32 @@ class Synchroniser:
 
     def commit(self, body: Body | None, result: RoundResult, staged: Mapping[VectorName, Tensor]) -> None:
         """Publish what the certificate names, and take it as the anchors; the other anchors stay."""
+        if len(result.roster) > 1:
+            self.held.has_met(result.roster, self._expected)
         if body is not None and staged:
             self.round = body.round
             self.swarm.publish(body.round, {name: vector for name, vector in staged.items() if not name.is_moments})
         own = [name for name in staged if name.is_weights]
         for name in own:
             self.anchors.set(name, self.swarm.mapped(name))
-        self.held.unloaded.update(own)
+        self.num_committed = len({*own} & {*self.held.names})
+        self.held.unloaded.update((*own, *self.held.names))  # the model has what was trained instead
         self.swarm.settle(result, own)
 
     # ------------------------------------------------------------------ when a round ends
+
+    def end_round(self, ends_at: float | None, result: RoundResult, began: float) -> float:
+        """Announce when the next round's training ends, and return it.
+
+        Args:
+            ends_at: DHT time that others have named.
+            result: Says it otherwise, by its roster.
+            began: DHT time at which the synchronisation that ends here began.
+        """
+        ends_at = ends_at or self.next_end(result, self.round + 1)
+        self.announce(ends_at)
+        self._synced.append(min(self.swarm.now() - began, 3600.0))
+        return ends_at
 
     def next_end(self, result: RoundResult, round: int) -> float:
         """Return the DHT time at which a round's training ends: by the roster, or as announced if it met none.
