@@ -431,17 +431,16 @@ class HivemindSwarm:
         self, wanted: Mapping[VectorName, tuple[int, str]], peers: Sequence[str], *, timeout: float
     ) -> Mapping[VectorName, str]:
         failures = self._vectors.unknown(wanted)  # guard: strange-pull
-        sizes = {name: self._vectors.num_bytes(name) for name in wanted if name not in failures}
-        states = {name: wanted[name] for name in sizes}
         versions = [
-            Version(name=name, round=round, digest=digest, num_bytes=sizes[name])
-            for name, (round, digest) in states.items()
+            Version(name=name, round=round, digest=digest, num_bytes=self._vectors.num_bytes(name))
+            for name, (round, digest) in wanted.items()
+            if name not in failures
         ]
         try:
             reasons = self.exchange.pull(versions, peers, timeout=timeout)
         finally:
             self.exchange.server.release()
-        return failures | {name: reasons[name] for name in sizes if name in reasons}
+        return failures | {VectorName(name): reason for name, reason in reasons.items()}
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         found = self.exchange.inventory(peers)
