@@ -10,6 +10,7 @@ import pytest
 import torch
 from virtual import VOCAB, VirtualPeer, peer_id, tiny_run
 
+from spes_p2p.codecs.vectors import LazyVectors
 from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
@@ -127,6 +128,13 @@ def test_a_founder_and_a_newcomer_never_hold_more_than_two_vectors_of_the_swarms
     hub.clock.run([lambda: live(founder), join_late])
     assert {index: most <= 2 for index, (most, _) in seen.items()} == {0: True, 1: True}, seen
     assert all(loads >= 16 for _, loads in seen.values()), "every slot was read"
+
+
+def test_lazy_vectors_are_read_each_time_they_are_asked_for_and_only_then():
+    read: list[str] = []
+    vectors = LazyVectors(["a", "b"], lambda name: read.append(name) or torch.zeros(1))
+    assert "a" in vectors and "c" not in vectors and list(vectors) == ["a", "b"] and len(vectors) == 2 and not read
+    assert [name for name, _ in vectors.items()] == read == ["a", "b"] and vectors["a"] is not vectors["a"]
 
 
 def test_moments_of_a_slot_that_was_given_up_after_they_were_fetched_are_not_loaded():
