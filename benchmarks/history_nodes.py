@@ -257,7 +257,7 @@ class Node:
         """Report a meeting in vain."""
         if self._is_open(last, attempt) and self.averaged != (last.digest, attempt):
             self.averaged = last.digest, attempt
-            self.decider.averaged(attempt, (), 0.0)
+            self.decider.averaged(attempt, (), 0.0, {})
 
     def _gather(self, attempt: int) -> None:
         """Form the roster of an attempt."""
@@ -284,9 +284,9 @@ class Node:
         is_whole = not links & self.world.cut and all(self.world.nodes[peer].is_up for peer in reducers)
         mine = next(member for member in members if member.peer_id == self.peer_id)
         mean = self.mean(roster_digest(members))
-        slots = {slot: hashed(mean, slot) for slot in mine.slots}
+        digests = {"shared": mean} | {f"slot-{slot}": hashed(mean, slot) for slot in mine.slots}
         ends_at = self.world.now + TRAIN_SECONDS
-        self.decider.averaged(attempt, members, ends_at, mean if is_whole else "", slots)
+        self.decider.averaged(attempt, members, ends_at, digests if is_whole else {})
 
     def mean(self, roster: str) -> str:
         return hashed("mean", roster)
@@ -392,7 +392,7 @@ class Alone(Liar):
             attempt=attempt,
             peer_id=me,
             roster=roster_digest(members),
-            shared=hashed("alone"),
+            digests={"shared": hashed("alone")},
         ).signed(self.keys)
         others = tuple(peer for peer in last.voters if peer != me)
         ends_at = self.world.now + TRAIN_SECONDS

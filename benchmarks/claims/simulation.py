@@ -174,13 +174,13 @@ class Simulation:
     def _heartbeat(self, peer: VirtualPeer) -> None:
         if self.now >= max(peer.busy_until, peer.stalled_until):
             view = self.view(peer)
-            self._hold(peer, peer.claimant.at_heartbeat(self.now, view), view)
+            self._hold(peer, peer.claimant.target(self.now, view, in_round=True), view)
         self.schedule(self.settings.heartbeat_seconds, lambda: self._heartbeat(peer), peer)
 
     def rebalance(self, peer: VirtualPeer) -> None:
         """Have a peer look at the claims between two rounds."""
         view = self.view(peer)
-        self._hold(peer, peer.claimant.after_round(self.now, view), view)
+        self._hold(peer, peer.claimant.target(self.now, view), view)
 
     def _hold(self, peer: VirtualPeer, target: tuple[int, ...], view: dict[str, Claim]) -> None:
         if target == peer.slots:

@@ -108,7 +108,7 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
     yield _row("averaging slots with their other holders", traffic.slots, traffic.slots)
     yield _row("fetching others' slots, and serving its own", traffic.fetched, traffic.fetched)
     if traffic.replicated:
-        yield _row("keeping copies of slots with too few holders", traffic.replicated, traffic.replicated)
+        yield _row("replicating slots with too few holders", traffic.replicated, traffic.replicated)
     yield _row("= in all", traffic.total, traffic.total)
     star = star_traffic(size, claimed)
     yield _row("SPES's star in fp32, each of its peers", star.sent, star.received)

@@ -37,7 +37,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import RoundResult
-from spes_p2p.swarm.names import SHARED, VectorName, by_form
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS, Claim, Record
 from spes_p2p.swarm.roster import Member, Roster
 
@@ -167,8 +167,7 @@ class MemoryHub:
         """
         members = result.roster.entries if result.roster else ()
         if self.bodies[-1].digest == last.digest and self.attempt == attempt:
-            shared, slots, kept = by_form(digests)
-            if shared:
+            if SHARED in digests:
                 self._confirmations[peer] = Confirmation(
                     run=last.run,
                     round=last.round + 1,
@@ -176,9 +175,7 @@ class MemoryHub:
                     attempt=attempt,
                     peer_id=peer,
                     roster=roster_digest(members),
-                    shared=shared,
-                    slots={str(slot): each for slot, each in slots.items()},
-                    kept={str(slot): each for slot, each in kept.items()},
+                    digests={str(name): each for name, each in digests.items()},
                 )
             else:
                 self._gave_up.add(peer)

@@ -23,6 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
+from spes_p2p.swarm.names import SHARED, SLOT
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 MAX_VOTERS = 64
@@ -97,7 +98,7 @@ class MemberEntry(Document):
     """Tokens whose training the round's mean contains."""
     slots: tuple[Slot, ...] = Field(default=(), max_length=128)
     """Slots whose groups the member was in, ascending."""
-    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_REPLICATED)
+    replicates: tuple[Slot, ...] = Field(default=(), max_length=MAX_REPLICATED)
     """Slots that the member replicates, ascending."""
     calls_only: bool = False
     """The member opens connections but accepts none, so it proposes only if no voter accepts any."""
@@ -220,14 +221,11 @@ class Confirmation(RoundStatement):
 
     roster: Digest
     """`roster_digest` of the attempt's members."""
-    shared: Digest
-    """Digest of the version of `shared` that the member would commit."""
-    slots: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=256)
-    """The same for each slot that it holds or replicates."""
+    digests: dict[Annotated[str, Field(pattern=rf"^(shared|(kept-)?{SLOT})$")], Digest] = Field(max_length=513)
+    """Of the versions that the member would commit of `shared` and of the slots that it holds or replicates, and of
+    their kept forms, in runs whose slots have such."""
     revision: Revision = Revision()
     """The newest revision of the manifest that the member has read."""
-    kept: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=256)
-    """Digests of the kept forms of these versions, in runs whose slots have such."""
 
 
 class Vote(RoundStatement):
@@ -421,23 +419,21 @@ def decide_slots(
     If no holder votes, the voting replicas that have a result count; if there are none, all holders. A slot that does
     not change keeps its version, and its holders return to it.
     """
-    confirmed = {
-        each.peer_id: {slot: (digest, each.kept.get(slot)) for slot, digest in each.slots.items()}
-        for each in confirmations
-    }
+    confirmed = {each.peer_id: each.digests for each in confirmations}
     slots = list(last.slots)
     holders_of: dict[int, list[str]] = defaultdict(list)
     replicas_of: dict[int, list[str]] = defaultdict(list)
     for member in members:
         for slot in member.slots:
             holders_of[slot].append(member.peer_id)
-        for slot in member.keeps:
-            if member.peer_id in last.voters and str(slot) in confirmed.get(member.peer_id, {}):
+        for slot in member.replicates:
+            if member.peer_id in last.voters and f"slot-{slot}" in confirmed.get(member.peer_id, {}):
                 replicas_of[slot].append(member.peer_id)
     for slot in range(len(slots)):
         holders = holders_of[slot]
         counted = [peer for peer in holders if peer in last.voters] or (holders and replicas_of[slot]) or holders
-        votes = Counter(confirmed[peer][str(slot)] for peer in counted if str(slot) in confirmed.get(peer, {}))
+        found = [confirmed[peer] for peer in counted if f"slot-{slot}" in confirmed.get(peer, {})]
+        votes = Counter((each[f"slot-{slot}"], each.get(f"kept-slot-{slot}")) for each in found)
         (digest, kept), count = max(votes.items(), key=lambda item: item[1], default=(("", None), 0))
         if 2 * count > len(counted):  # guard: slot-confirmed
             slots[slot] = SlotState(round=last.round + 1, digest=digest, kept=kept)
@@ -509,7 +505,7 @@ def make_body(
     digest = confirmed_shared(last, confirmations, shrunk)
     if not digest:
         return None
-    confirmed = {each.peer_id for each in confirmations if each.shared == digest}
+    confirmed = {each.peer_id for each in confirmations if each.digests.get(SHARED) == digest}
     confirmed -= set(last.banned)  # guard: banned-for-good
     ids = [member.peer_id for member in members]
     voters, candidates, absent = next_voters(last, ids, confirmed, {*removed, *guilty, *shrunk}, min_peers)
@@ -540,7 +536,7 @@ def confirmed_shared(last: Body, confirmations: Iterable[Confirmation], shrunk: 
     If voters are named absent, more than half of the others are needed.
     """
     voters = [peer for peer in last.voters if peer not in shrunk]
-    votes = Counter(each.shared for each in confirmations if each.peer_id in voters)
+    votes = Counter(each.digests.get(SHARED, "") for each in confirmations if each.peer_id in voters)
     digest, count = max(votes.items(), key=lambda item: item[1], default=("", 0))
     return digest if 2 * count > len(voters) else ""  # guard: shared-confirmed
 

@@ -31,7 +31,7 @@ def check_body(proposal: Proposal, last: Body, min_peers: int) -> str:
     ids = [member.peer_id for member in body.members]
     if body.previous != last.digest or body.run != last.run:  # guard: body-extends
         return "it does not extend the last certificate"
-    held = [list(slots) for each in body.members for slots in (each.slots, each.keeps)]
+    held = [list(slots) for each in body.members for slots in (each.slots, each.replicates)]
     if ids != sorted(set(ids)) or any(slots != sorted(set(slots)) for slots in held):
         return "its roster is not in order"
     if reason := check_shrunk(body, last):

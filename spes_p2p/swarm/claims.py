@@ -73,15 +73,13 @@ def _lot(*parts: str | int) -> bytes:
 
 
 class _Table:
-    """The allocation under construction, and the hashes that break ties."""
+    """The allocation under construction, and the hashes that break ties; `fixed` peers change nothing."""
 
     def __init__(self, run_id: str, num_slots: int, claims: Mapping[str, Claim], fixed: Collection[str] = ()) -> None:
-        self._run_id = run_id
+        self.lot = functools.partial(_lot, run_id)
         self.fixed = fixed
-        """Peers that change nothing."""
         self.held: dict[str, set[int]] = {}
         self.room: dict[str, int] = {}
-        """Further slots that each peer could hold."""
         self.holders: list[set[str]] = [set() for _ in range(num_slots)]
         for peer, claim in sorted(claims.items()):
             self.held[peer] = {slot for slot in claim.slots if slot < num_slots}
@@ -89,9 +87,6 @@ class _Table:
             self.room[peer] = most - len(self.held[peer])
             for slot in self.held[peer]:
                 self.holders[slot].add(peer)
-
-    def lot(self, *parts: str | int) -> bytes:
-        return _lot(self._run_id, *parts)
 
     def give(self, peer: str, slot: int) -> None:
         self.held[peer].add(slot)
@@ -195,36 +190,28 @@ class Claimant:
         self._orphaned_since: dict[int, float] = {}
         self._passed_over: set[str] = set()
 
-    def at_heartbeat(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
-        """Return the slots to hold during a round, which change only for orphans; `now` is monotonic."""
-        self._update(now, claims)
-        held = claims[self._peer_id].slots
-        target = self._allocated(now, claims) if self._orphaned_since else held
-        return self._change(now, held, target) if set(target) & set(self._orphaned_since) else held
-
-    def after_round(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
-        """Return the slots to hold from now on, between two rounds."""
-        self._update(now, claims)
-        held = claims[self._peer_id].slots
-        has_room = len(held) < min(claims[self._peer_id].max_slots, self._num_slots)
-        # A full peer changes only for an orphan. Most peers are full, and the allocation of 1000 peers is slow.
-        target = self._allocated(now, claims) if has_room or self._orphaned_since else held
-        if set(target) & set(self._orphaned_since):
-            return self._change(now, held, target)
-        if held and now - self._changed_at < self.cooldown_seconds:  # a peer that was paused claims like a new one
-            return held
-        if target == held:
-            old = now - self.cooldown_seconds
-            settled = {peer: claims[peer] for peer, since in self._seen_since.items() if since <= old}
-            target = level(self._run_id, self._num_slots, settled).get(self._peer_id, held)
-        return self._change(now, held, target)
-
-    def _update(self, now: float, claims: Mapping[str, Claim]) -> None:
+    def target(self, now: float, claims: Mapping[str, Claim], *, in_round: bool = False) -> tuple[int, ...]:
+        """Return the slots to hold from now on, in monotonic time; within a round they change only for orphans."""
         self._seen_since = {peer: self._seen_since.get(peer, now) for peer in claims}
         orphaned = orphans(claims, self._num_slots)
         self._orphaned_since = {slot: self._orphaned_since.get(slot, now) for slot in orphaned}
         if not orphaned:
             self._passed_over.clear()
+        held = target = claims[self._peer_id].slots
+        has_room = not in_round and len(held) < min(claims[self._peer_id].max_slots, self._num_slots)
+        if has_room or orphaned:  # most peers are full, and the allocation of 1000 peers is slow
+            target = self._allocated(now, claims)
+        if not orphaned.intersection(target):
+            # A peer that was paused claims like a new one.
+            if in_round or (held and now - self._changed_at < self.cooldown_seconds):
+                return held
+            if target == held:
+                old = now - self.cooldown_seconds
+                settled = {peer: claims[peer] for peer, since in self._seen_since.items() if since <= old}
+                target = level(self._run_id, self._num_slots, settled).get(self._peer_id, held)
+        if target != held:
+            self._changed_at = now
+        return target
 
     def _allocated(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
         """Return this peer's allocation; peers that failed to adopt an orphan in time are passed over.
@@ -240,8 +227,3 @@ class Claimant:
             self._passed_over |= late
             allocation = allocate(self._run_id, self._num_slots, claims, self._passed_over)
         return allocation[self._peer_id]
-
-    def _change(self, now: float, held: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
-        if target != held:
-            self._changed_at = now
-        return target

@@ -44,6 +44,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile, PublicKey
 from spes_p2p.swarm.decision import Decider
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.channel import Channel
 from spes_p2p.swarm.p2p.identity import IdentityKeys, peer_id_of
 from spes_p2p.swarm.p2p.node import Node
@@ -293,9 +294,7 @@ class Consensus:
         attempt: int,
         members: Sequence[MemberEntry],
         ends_at: float,
-        shared: str,
-        slots: Mapping[int, str],
-        kept: Mapping[int, str] | None = None,
+        digests: Mapping[VectorName, str],
         *,
         on_wait: Callable[[], object] = lambda: None,
     ) -> Body | None:
@@ -306,9 +305,7 @@ class Consensus:
             attempt: The attempt.
             members: The roster's entries.
             ends_at: DHT time at which the next round's training should end.
-            shared: Digest of `shared`; empty if this peer has no result.
-            slots: Digests of its slots.
-            kept: Digests of the kept forms of these slots, where slots have such.
+            digests: Digests of the versions that this peer would commit; empty if it has no result.
             on_wait: Called every few seconds meanwhile.
 
         Returns:
@@ -316,7 +313,7 @@ class Consensus:
         """
         with self._changed:
             if self._decider.chain.last.digest == last.digest:
-                self._decider.averaged(attempt, members, ends_at, shared, slots, kept)
+                self._decider.averaged(attempt, members, ends_at, digests)
         while not self._is_over(last, attempt, WAIT_SECONDS):
             on_wait()
         with self._changed:

@@ -43,6 +43,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.certificate_checks import newest_voted
 from spes_p2p.swarm.chain import Chain
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.votes import WATCHED_ROUNDS, Ballot, Network, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
@@ -191,9 +192,7 @@ class Decider:
         attempt: int,
         members: Sequence[MemberEntry],
         ends_at: float,
-        shared: str = "",
-        slots: Mapping[int, str] | None = None,
-        kept: Mapping[int, str] | None = None,
+        digests: Mapping[VectorName, str],
     ) -> None:
         """Take this peer's results of an attempt.
 
@@ -201,17 +200,15 @@ class Decider:
             attempt: The attempt; a result of another one than the open one is ignored.
             members: The attempt's roster, by ascending peer id.
             ends_at: DHT time at which the next round's training should end.
-            shared: Digest of the version of `shared` that this peer would commit; empty if its averaging failed, so
+            digests: Digests of the versions that this peer would commit; none of `shared` if its averaging failed, so
                 that it gives the attempt up at once.
-            slots: The same for its slots.
-            kept: Digests of the kept forms of these slots, where slots have such.
         """
         last = self.chain.last
         if attempt != self.attempt:
             return
         self._members = tuple(members)
         self._ends_at = ends_at
-        if not shared:
+        if SHARED not in digests:
             self._give_up()
             return
         self._own = Confirmation(
@@ -221,10 +218,8 @@ class Decider:
             attempt=attempt,
             peer_id=self._keys.peer_id,
             roster=roster_digest(members),
-            shared=shared,
-            slots={str(slot): digest for slot, digest in (slots or {}).items()},
+            digests={str(name): digest for name, digest in digests.items()},
             revision=self.revision,
-            kept={str(slot): digest for slot, digest in (kept or {}).items()},
         ).signed(self._keys)
         if self._has_given_up(last.proposer(attempt)):
             self._give_up()

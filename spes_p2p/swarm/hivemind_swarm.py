@@ -28,7 +28,7 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.membership import Membership
-from spes_p2p.swarm.names import SHARED, VectorName, by_form, slot_ranges
+from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
@@ -336,13 +336,12 @@ class HivemindSwarm:
         ends_at: float,
     ) -> Body | None:
         last, attempt = self._open
-        shared, slots, kept = by_form(digests)
         entries = result.roster.entries if result.roster else ()
         say_if_lost = partial(
             self._membership.say_if_lost,
             *(last.round, self.consensus.known(), time.monotonic(), self._rounds.shrink_seconds),
         )
-        return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, kept, on_wait=say_if_lost)
+        return self.consensus.decide(last, attempt, entries, ends_at, digests, on_wait=say_if_lost)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged

@@ -90,13 +90,6 @@ def by_reason(reasons: Mapping[VectorName, str]) -> dict[str, str]:
     return {reason: ", ".join(each) for reason, each in names.items()}
 
 
-def by_form(digests: Mapping[VectorName, str]) -> tuple[str, dict[int, str], dict[int, str]]:
-    """Return the digest of `shared`, or "", those of slots' fp32 versions by slot, and those of their kept forms."""
-    slots = {name.slot: digest for name, digest in digests.items() if name.is_weights and name.slot is not None}
-    kept = {name.slot: digest for name, digest in digests.items() if name.is_kept and name.slot is not None}
-    return digests.get(SHARED, ""), slots, kept
-
-
 SHARED = VectorName("shared")
 AnyName = TypeVar("AnyName", bound=str)
 """Name of a vector, or of a document that peers fetch the same way."""

@@ -51,7 +51,7 @@ class Member(Strict):
     """Tokens trained since then, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots that the member brings deltas of."""
-    keeps: tuple[Slot, ...] = Field(default=(), max_length=MAX_REPLICATED)
+    replicates: tuple[Slot, ...] = Field(default=(), max_length=MAX_REPLICATED)
     """Slots whose certified weights the member has as a replica: it receives their means."""
     batches: Batches = 0
     """Batches of shared data that it asks for in the next round."""
@@ -78,7 +78,7 @@ class Member(Strict):
 
     @model_validator(mode="after")
     def _has_each_once(self) -> Member:
-        slots = (*self.slots, *self.keeps)
+        slots = (*self.slots, *self.replicates)
         if len(set(slots)) < len(slots):  # guard: entry-slots
             raise ValueError("a slot is named twice")
         return self
@@ -156,7 +156,7 @@ class Roster(tuple[Member, ...]):
             name = VectorName.of_slot(slot)
             peers = _with_one_start(holding, name)
             is_certified = any(name not in member.starts for member in holding)
-            replicas = tuple(member.peer_id for member in current if slot in member.keeps and is_certified)
+            replicas = tuple(member.peer_id for member in current if slot in member.replicates and is_certified)
             groups[name] = self._meeting(peers, replicas)
         return groups
 
@@ -191,7 +191,7 @@ class Roster(tuple[Member, ...]):
                 peer_id=peer,
                 tokens=members[peer].tokens,
                 slots=tuple(sorted(held[peer])),
-                keeps=tuple(sorted(members[peer].keeps)),
+                replicates=tuple(sorted(members[peer].replicates)),
                 calls_only=members[peer].calls_only,
                 batches=members[peer].batches,
             )

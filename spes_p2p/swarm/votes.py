@@ -38,6 +38,7 @@ from spes_p2p.swarm.certificate_checks import (
     leaving_voters,
     removed_voters,
 )
+from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.records import Count, Digest, Seconds
 
 log = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ class Voter:
             return ""  # more than half of the voters have confirmed it
         if mine not in proposal.confirmations:  # guard: own-confirmation
             return "it leaves out this peer's confirmation"
-        return "" if mine.shared == body.shared else "this peer's own result differs"  # guard: own-result
+        return "" if mine.digests[SHARED] == body.shared else "this peer's own result differs"  # guard: own-result
 
     def give_up(self, attempt: int) -> GiveUp:
         """Promise to vote in no attempt up to this one, and state the newest vote that names none absent.

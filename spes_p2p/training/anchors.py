@@ -33,12 +33,11 @@ class Anchors:
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
         self._outer = OuterOptimizer(run.outer)
         self._moments = {kind: run.averaged_moments(kind) for kind in numels}
+        self._run = run
         self._codecs = run.codecs
         self._numels = dict(numels)
-        self._num_slots = run.num_slots
         self.form = KeptForm(run.kept_form, numels["slot"]) if run.kept_form is not None else None
-        """The form in which slots travel to peers that do not train them; None if these take fp32 versions."""
-        self._initial: Mapping[str, str] = {str(name): digest for name, digest in start_digests(run).items()}
+        """The form in which other peers keep a slot; None if they keep its fp32 version."""
         self._weights: dict[VectorName, PagedVector] = {}
         self._momenta: dict[VectorName, PagedVector] = {}
 
@@ -55,32 +54,22 @@ class Anchors:
 
     def segments(self) -> dict[str, tuple[Segment, ...]]:
         """Return the segments of a contribution, by kind: the delta, then each averaged moment."""
-        deltas = {SHARED: self._codecs.shared, "slot": self._codecs.slots}
+        codecs, interval = self._codecs, self._codecs.moments_interval
         return {
             kind: (
-                Segment(numel, deltas[kind]),
-                *(self._moment_segment(numel, moment) for moment in self._moments[kind]),
+                Segment(numel, codecs.shared if kind == SHARED else codecs.slots),
+                *(
+                    Segment(numel, codecs.moments, non_negative=moment == "exp_avg_sq", interval=interval)
+                    for moment in self._moments[kind]
+                ),
             )
             for kind, numel in self._numels.items()
         }
 
-    def _moment_segment(self, numel: int, moment: str) -> Segment:
-        return Segment(
-            numel,
-            self._codecs.moments,
-            non_negative=moment == "exp_avg_sq",
-            interval=self._codecs.moments_interval,
-        )
-
     def vectors(self) -> Vectors:
         """Return what a swarm must know of the run's vectors."""
-        return Vectors(
-            self.bundle_numel(),
-            self.segments(),
-            num_slots=self._num_slots,
-            initial=self._initial,
-            kept=self.form,
-        )
+        initial = {str(name): digest for name, digest in start_digests(self._run).items()}
+        return Vectors(self.bundle_numel(), self.segments(), self._run.num_slots, initial, self.form)
 
     def averages_moments(self, round: int) -> bool:
         """Tell whether the averaging that commits `round` carries moments."""
@@ -100,15 +89,23 @@ class Anchors:
         numel = self._numels[name.kind]
         return bundle[:numel], bundle[numel:] if self._outer.has_state else None
 
+    def kept_name(self, name: VectorName) -> VectorName:
+        """Return the name under which other peers store these weights: a slot's kept form, if the run has such."""
+        return name if self.form is None or name.slot is None else name.kept
+
     def kept_form(self, name: VectorName, bundle: Tensor) -> Tensor:
-        """Return the kept form, uint8, of a slot's bundle."""
-        assert self.form is not None
+        """Return what is stored under that name of a bundle: its kept form, uint8, or the bundle itself."""
+        if self.form is None or name.slot is None:
+            return bundle
         return self.form.encode(self.split(name, bundle)[0])
 
-    def from_kept(self, name: VectorName, form: Tensor) -> Tensor:
+    def weights_of(self, name: VectorName, data: Tensor) -> Tensor:
+        """Return the fp32 weights of a bundle or a kept form."""
+        return self.form.values(data) if self.form is not None and name.is_kept else self.split(name, data)[0]
+
+    def from_kept(self, name: VectorName, data: Tensor) -> Tensor:
         """Return the bundle that goes on from a slot's kept form: rounded weights, and no momentum."""
-        assert self.form is not None
-        weights = self.form.values(form)
+        weights = self.weights_of(name, data)
         return torch.cat([weights, torch.zeros_like(weights)]) if self._outer.has_state else weights
 
     def weights(self, name: VectorName) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a peer stores of the model after a certificate, for whom it keeps slots, and what it fetches first.
+"""What a peer needs after a certificate, which slots it replicates, and what it fetches first.
 
 Pure functions of what all peers know, without clock, network or disk.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from spes_p2p.swarm.certificate import MAX_REPLICATED, Body
 from spes_p2p.swarm.names import SHARED, VectorName
 
 
 def wanted(
-    body: Body, masters: Collection[int], *, has_forms: bool, start: Mapping[VectorName, str]
+    body: Body, masters: Collection[int], kept_name: Callable[[VectorName], VectorName], start: Mapping[VectorName, str]
 ) -> dict[VectorName, str]:
     """Return the digest of each version that a peer needs after a certificate; empty for one that the seed makes.
 
@@ -23,16 +23,16 @@ def wanted(
     Args:
         body: Of the certificate.
         masters: Slots whose fp32 weights the peer needs, because it trains or replicates them.
-        has_forms: Whether all others have kept forms of a slot; otherwise its fp32 weights serve as such.
+        kept_name: Returns the name of what all others store of a slot (`Anchors.kept_name`).
         start: Digests of the versions of round 0, if the run starts from files.
     """
     slots = map(VectorName.of_slot, range(len(body.slots)))
-    names = (SHARED, *(name.kept if has_forms and name.slot not in masters else name for name in slots))
+    names = (SHARED, *(name if name.slot in masters else kept_name(name) for name in slots))
     return {name: certified(body, name, start) for name in names}
 
 
 def certified(body: Body, name: VectorName, start: Mapping[VectorName, str]) -> str:
-    """Return the digest of the version of some weights that counts after a body; empty for one that the seed makes."""
+    """Return the digest of the version of a vector that counts after a body; empty for one that the seed makes."""
     if name.slot is None:
         digest = body.shared
     else:
@@ -41,40 +41,47 @@ def certified(body: Body, name: VectorName, start: Mapping[VectorName, str]) -> 
     return digest or start.get(name, "")
 
 
-def keepers(body: Body, copies: int) -> dict[int, tuple[str, ...]]:
-    """Return the replicas of each slot in the round after a body: members that keep its fp32 weights beside holders.
+def makers_of(body: Body, me: str) -> dict[VectorName, list[str]]:
+    """Return the other peers that made each slot's version, of the slots that a round has changed."""
+    made = {slot for slot, state in enumerate(body.slots) if state.round == body.round}
+    makers: dict[VectorName, list[str]] = {}
+    for member in body.members:
+        for slot in made.intersection(member.slots) if member.peer_id != me else ():
+            makers.setdefault(VectorName.of_slot(slot), []).append(member.peer_id)
+    return makers
+
+
+def replicas(body: Body, copies: int) -> dict[int, tuple[str, ...]]:
+    """Return the replicas of each slot in the round after a body: members that have its fp32 weights beside holders.
 
     A replica stays as long as it is needed, because a new one must fetch the weights. New ones are peers that can be
-    called, then those that keep least, then voters; ties are drawn by hash.
+    called, then those that replicate least, then voters; ties are drawn by hash.
 
     Args:
         body: Its members are considered, and the slots that it has a version of.
-        copies: Peers that each slot should live on at least; slots with so many holders need no replica.
+        copies: Holders and replicas that each slot should have at least.
     """
     members = {member.peer_id: member for member in body.members}
     holders: dict[int, set[str]] = {slot: set() for slot, state in enumerate(body.slots) if state.digest}
-    kept: dict[int, list[str]] = {slot: [] for slot in holders}
+    chosen: dict[int, list[str]] = {slot: [] for slot in holders}
     for member in body.members:
         for slot in holders.keys() & member.slots:
             holders[slot].add(member.peer_id)
-        for slot in kept.keys() & member.keeps:
-            kept[slot].append(member.peer_id)
-    kept = {slot: peers[: max(0, copies - len(holders[slot]))] for slot, peers in kept.items()}
-    load = Counter(peer for peers in kept.values() for peer in peers)
-    for slot, peers in kept.items():
+        for slot in chosen.keys() & member.replicates:
+            chosen[slot].append(member.peer_id)
+    chosen = {slot: peers[: max(0, copies - len(holders[slot]))] for slot, peers in chosen.items()}
+    load = Counter(peer for peers in chosen.values() for peer in peers)
+    for slot, peers in chosen.items():
         willing = [peer for peer in members.keys() - holders[slot] - set(peers) if load[peer] < MAX_REPLICATED]
         willing.sort(key=lambda p: (members[p].calls_only, load[p], p not in body.voters, _lot(f"{slot}/{p}")))
         new = willing[: max(0, copies - len(holders[slot]) - len(peers))]
         load.update(new)
         peers += new
-    return {slot: tuple(peers) for slot, peers in kept.items() if peers}
+    return {slot: tuple(peers) for slot, peers in chosen.items() if peers}
 
 
 def _lot(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
-
-
-# ---------------------------------------------------------------------- a budget of refreshed slots
 
 
 def staleness_bound(num_slots: int, budget: int) -> int:
@@ -102,6 +109,8 @@ def choose(rounds_behind: Mapping[int, int], routed: Mapping[int, int], budget: 
         routed: Tokens routed to each slot in the round.
         budget: Slots to fetch.
     """
+    if not budget:
+        return ()
     bound = staleness_bound(len(rounds_behind), budget)
     oldest = sorted(rounds_behind, key=lambda slot: (-rounds_behind[slot], slot))
     chosen = [slot for slot in oldest if rounds_behind[slot] >= bound][:budget]
@@ -109,24 +118,3 @@ def choose(rounds_behind: Mapping[int, int], routed: Mapping[int, int], budget: 
     chosen += busiest[: (budget - len(chosen)) // 2]
     rest = [slot for slot in oldest if slot not in chosen]
     return tuple(sorted(chosen + rest[: budget - len(chosen)]))
-
-
-def affordable(
-    rounds_behind: Mapping[VectorName, int],
-    routed: Mapping[int, int],
-    budget: int | None,
-    masters: Collection[int],
-) -> set[VectorName]:
-    """Return the versions to fetch: the budget's slots of others, and everything else.
-
-    Args:
-        rounds_behind: Rounds that this peer's version or kept form lies behind, by name, for all that can be fetched.
-        routed: Tokens routed to each slot.
-        budget: Slots of others to fetch; None fetches all.
-        masters: Slots that this peer trains or replicates; it needs all of them.
-    """
-    if budget is None:
-        return set(rounds_behind)
-    others = {name.slot: name for name in rounds_behind if name.slot is not None and name.slot not in masters}
-    fetched = choose({slot: rounds_behind[name] for slot, name in others.items()}, routed, budget) if budget else ()
-    return set(rounds_behind) - {name for slot, name in others.items() if slot not in fetched}

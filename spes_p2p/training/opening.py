@@ -101,7 +101,7 @@ def _fetch(sync: Synchroniser) -> None:
     """
     for left in reversed(range(ENTERING_TRIES)):
         try:
-            return sync.held.catch_up(sync.held.others())
+            return sync.held.fetch()
         except AbsentError:
             if not left or sync.swarm.wait(POLL_SECONDS):
                 raise
@@ -127,7 +127,7 @@ def rejoin(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> float
         if not last.round and num_active < times.min_peers:
             pass
         elif last.round > sync.round and num_active > 1:
-            catch_up(sync, routed)
+            try_to_fetch(sync, routed)
         elif times.mode == "steps" or announced:
             return sync.bounded(announced)
         elif not any(record.ends_at > swarm.now() - recent for record in sync.records(last.voters)):
@@ -137,10 +137,10 @@ def rejoin(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> float
     return None
 
 
-def catch_up(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> None:
+def try_to_fetch(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> None:
     """Take over the swarm's state; nothing changes if `shared` cannot be fetched."""
     try:
-        sync.held.catch_up(sync.held.others(), routed)
+        sync.held.fetch(routed=routed)
     except AbsentError as error:
         log.warning("round %d: %s", sync.round + 1, error, extra={"heals": True})
         return

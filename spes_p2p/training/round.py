@@ -319,7 +319,7 @@ class TrainingLoop:
         sync, held, ends_at = self._sync, self._sync.held, None
         if sync.is_behind:
             log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)
-            opening.catch_up(sync, trained.routed)
+            opening.try_to_fetch(sync, trained.routed)
             ends_at = opening.rejoin(sync, trained.routed)
         elif body is not None and SHARED in held.lost:
             # Alone, it has made a certified round again, to another result: after another device or optimizer.

@@ -13,27 +13,24 @@ from torch import Tensor
 from spes_p2p.codecs.vectors import digest as digest_of
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import AbsentError, ExchangeError
-from spes_p2p.swarm.certificate import Body, known_peers, max_strangers, strangers
+from spes_p2p.swarm.certificate import known_peers, max_strangers, strangers
 from spes_p2p.swarm.claims import Claimant
-from spes_p2p.swarm.exchange.versions import Version, vector_names
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors, start_digests
-from spes_p2p.training.holdings import affordable, certified, keepers, wanted
+from spes_p2p.training.holdings import certified, choose, makers_of, replicas, wanted
 
 log = logging.getLogger(__name__)
-
-Having = Mapping[str, Mapping[VectorName, Version]]
-"""The versions of each peer."""
 
 
 class HeldSlots:
     """The slots that this peer claims, and what it stores of the model.
 
     A peer stores the fp32 weights (*masters*) of the slots that it trains or replicates. Of the others it stores the
-    form in which they travel: the kept form, or the master itself if the run has no kept forms.
+    kept form, which is the master itself in some runs (`Anchors.kept_name`).
 
     Args:
         swarm: The peer's swarm.
@@ -59,12 +56,15 @@ class HeldSlots:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots: tuple[int, ...] = ()
+        self.replicates: tuple[int, ...] = ()
+        """The slots that this peer replicates after the certificate that it fetched last, ascending."""
         self.distrusted: frozenset[str] = frozenset()
         """Peers that a roster left out and this peer has not met since: their claims and offers do not count."""
         self.makers: Mapping[VectorName, Sequence[str]] = {}
         """The other peers that made the last round's version of each slot."""
-        self.lost: frozenset[VectorName] = frozenset()
+        self.lost = set[VectorName]()
         """Vectors whose certified version no peer offered when this one needed it."""
+        self.run_id = run_id
         self.clock = clock
         self.refresh_slots = refresh_slots
         self.stale_rounds = 0
@@ -73,19 +73,15 @@ class HeldSlots:
         self._anchors = anchors
         self._max_slots = max_slots
         self._chosen_slots = max_slots
-        self._num_slots = run.num_slots
         self._start = start_digests(run)
-        self._names = vector_names(self._num_slots, has_kept=anchors.form is not None)
         self._draw = draw
-        self.run_id = run_id
-        self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
+        self._claimant = Claimant(run_id, swarm.peer_id, run.num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
         self._since = swarm.now()
         self._checked_at = 0.0
         self._has_left = False
         self._missed: Counter[str] = Counter()
-        self._kept_after: tuple[str, frozenset[int]] = "", frozenset()
-        self.unloaded: set[VectorName] = set()
+        self.unloaded = set[VectorName]()
         """Weights that have come, and the model lacks."""
 
     # ------------------------------------------------------------------ claims
@@ -146,9 +142,7 @@ class HeldSlots:
         """Note which peers a roster leaves out, and count the rosters in a row that each newcomer has missed."""
         met = {member.peer_id for member in roster}
         self.distrusted = roster.distrusted | (self.distrusted - met)  # one that does not come is not trusted again
-        for peer in [peer for peer in self._missed if peer in met]:
-            del self._missed[peer]
-        self._missed.update(peer for peer in {*self._missed, *expected} - met)
+        self._missed = Counter({peer: self._missed[peer] + 1 for peer in {*self._missed, *expected} - met})
 
     def leave(self) -> None:
         """Release all slots now, not when the lease ends, and say goodbye; for good."""
@@ -162,33 +156,28 @@ class HeldSlots:
         """Train at most so many slots from the next round on, perhaps none; None for as many as this peer can."""
         self._chosen_slots = self._max_slots if max_slots is None else min(max_slots, self._max_slots)
 
-    @property
-    def refreshed_slots(self) -> int | None:
-        """Slots of others to fetch per round; None fetches all. A paused peer fetches none until it is resumed."""
-        is_paused = self._max_slots > 0 == self._chosen_slots
-        return 0 if is_paused else self.refresh_slots
-
     def hand_over(self, seconds: float) -> list[VectorName]:
         """Release all slots, and serve until others have the newest versions that this peer has, at most so long.
 
         Returns:
             The versions that no other peer has.
         """
-        slots = set(self.slots) | {slot for slot in range(self._num_slots) if self._has_certified(slot)}
+        names = [
+            name
+            for name in map(VectorName.of_slot, range(self._run.num_slots))
+            if name.slot in self.slots or (self.certified_digest(name) and self.is_certified(name))
+        ]
         self.leave()
-        began, masters = self.clock(), list(map(VectorName.of_slot, sorted(slots)))
+        deadline = self.clock() + seconds
         while True:
-            mine = self._swarm.versions()
-            held = [name for name in masters if name in mine]
-            offers = self._offers(self.others()).values()
-            lacking = [n for n in held if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
-            if not lacking or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
+            mine, offers = self._swarm.versions(), self._swarm.inventory(self.others()).values()
+            lacking = [
+                name
+                for name in names
+                if name in mine and not any(name in offer and offer[name].round >= mine[name].round for offer in offers)
+            ]
+            if not lacking or not offers or self.clock() >= deadline or self._swarm.wait(1.0):
                 return lacking
-
-    def _has_certified(self, slot: int) -> bool:
-        """Check whether this peer has the trained master of a slot that counts, perhaps as the only one."""
-        name = VectorName.of_slot(slot)
-        return bool(self.certified_digest(name)) and self.is_certified(name)
 
     # ------------------------------------------------------------------ slots
 
@@ -197,26 +186,17 @@ class HeldSlots:
         """Names of what this peer trains."""
         return (SHARED, *map(VectorName.of_slot, self.slots))
 
-    @property
-    def keeps(self) -> tuple[int, ...]:
-        """The slots that this peer replicates, as the last certificate's members say, ascending."""
-        last = self._swarm.last()
-        if self._kept_after[0] != last.digest:
-            kept = keepers(last, self._run.round.copies)
-            self._kept_after = last.digest, frozenset(slot for slot in kept if self._swarm.peer_id in kept[slot])
-        return tuple(sorted(self._kept_after[1].difference(self.slots)))
-
     def resume(self, slots: Sequence[int]) -> None:
         """Claim again, before anything is allocated, what was held before a restart."""
-        self.slots = tuple(sorted(slot for slot in slots if slot < self._num_slots))[: self._max_slots]
+        self.slots = tuple(sorted(slot for slot in slots if slot < self._run.num_slots))[: self._max_slots]
 
     def rebalance(self) -> None:
         """Hold, after a round is committed, what the claims allocate to this peer; `fetch` brings what that needs."""
         claims = self.trusted(self.claims())
-        target = self._claimant.after_round(self.clock(), claims)
-        if len(target) > self._chosen_slots:  # its owner has lowered the limit: others hold what it keeps least
+        target = self._claimant.target(self.clock(), claims)
+        if len(target) > self._chosen_slots:  # its owner has lowered the limit: the slots with most holders go first
             holders = Counter(slot for claim in claims.values() for slot in claim.slots)
-            target = tuple(sorted(sorted(target, key=holders.__getitem__)[: self._chosen_slots]))
+            target = tuple(sorted(target, key=holders.__getitem__)[: self._chosen_slots])
         self.hold(target)
 
     def rescue_orphans(self) -> bool:
@@ -224,7 +204,7 @@ class HeldSlots:
         if self.clock() - self._checked_at < self._run.round.heartbeat_seconds:
             return False
         self._checked_at = self.clock()
-        target = self._claimant.at_heartbeat(self._checked_at, self.trusted(self.claims()))
+        target = self._claimant.target(self._checked_at, self.trusted(self.claims()), in_round=True)
         if target == self.slots:
             return False
         self.hold(target)
@@ -233,7 +213,7 @@ class HeldSlots:
         return True
 
     def hold(self, target: Sequence[int]) -> None:
-        """Train these slots from now on; the model takes a released slot in the form in which it travels."""
+        """Train these slots from now on; the model takes a released slot in its kept form."""
         new, old = sorted(set(target) - set(self.slots)), sorted(set(self.slots) - set(target))
         if self.slots and (new or old):
             log.info("adopting slots %s, releasing slots %s", new, old)
@@ -247,45 +227,43 @@ class HeldSlots:
         roster: Roster | None = None,
         routed: Mapping[int, int] | None = None,
         *,
-        peers: Sequence[str] | None = None,
         only: Collection[VectorName] | None = None,
     ) -> None:
         """Fetch what the last certificate names and this peer lacks.
+
+        A peer that fetches everything without a roster is late: it also asks peers without a claim.
 
         Args:
             roster: Of the round that this peer has just committed: its members have what it made. Other versions come
                 from peers that list them.
             routed: Tokens routed to each slot: fetch `refresh_slots` of the others' slots at most. None fetches all.
-            peers: Peers to ask for a list; by default those whose claims count.
             only: Versions to fetch; by default all.
 
         Raises:
             AbsentError: a peer has `shared`, but it could not be fetched.
         """
-        body = self._swarm.last()
-        needed = self.wanted(body)
-        lacking = self._lacking(needed, None if routed is None else self.refreshed_slots, routed or {})
-        if only is not None:
-            lacking = {name: digest for name, digest in lacking.items() if name in only}
-        came = set[VectorName]()
-        fresh: dict[VectorName, tuple[int, str]] = {}
+        body, me = self._swarm.last(), self._swarm.peer_id
+        peers = replicas(body, self._run.round.copies)
+        self.replicates = tuple(slot for slot in sorted(peers) if me in peers[slot] and slot not in self.slots)
+        needed = wanted(body, {*self.slots, *self.replicates}, self._anchors.kept_name, self._start)
+        lacking = [name for name in self._lacking(needed, routed) if only is None or name in only]
+        came, fresh, found = set[VectorName](), dict[VectorName, tuple[int, str]](), dict[VectorName, tuple[int, str]]()
         if roster is not None:
-            me, links = self._swarm.peer_id, roster.uplinks_to(self._swarm.peer_id)
-            self.makers = makers_of(body, me)
-            fresh = {name: (body.round, digest) for name, digest in lacking.items() if name.weights in self.makers}
+            self.makers, links = makers_of(body, me), roster.uplinks_to(me)
+            fresh = {name: (body.round, needed[name]) for name in lacking if name.weights in self.makers}
             members = [member.peer_id for member in body.members if member.peer_id != me]
             came |= self._pull(fresh, sorted(members, key=lambda peer: not links.get(peer)))  # whom it can call first
-        older = {name: digest for name, digest in lacking.items() if name not in fresh}
-        if older:
-            offers = self._offers(self.others() if peers is None else peers)
+        if older := {name: needed[name] for name in lacking if name not in fresh}:
+            is_late = roster is None and only is None
+            here = {*self.others(), *(self._swarm.contacts() if is_late else ())}
+            offers = self._swarm.inventory(sorted(here - self.distrusted))  # guard: distrusted-contacts
             found = self._offered(older, offers)
             came |= self._pull(found, list(offers))
-            if SHARED in found and SHARED not in came:
-                self.unloaded |= {name.weights for name in came}
-                raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
-        if lacking and peers is not None:
-            log.info("caught up with round %d: fetched %d of %d versions", body.round, len(came), len(lacking))
+            if is_late:
+                log.info("caught up with round %d: fetched %d of %d versions", body.round, len(came), len(lacking))
         self.unloaded |= {name.weights for name in came}
+        if SHARED in found and SHARED not in came:
+            raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
         self._take_masters(came)
         slots = [name.weights for name, digest in needed.items() if name.slot is not None and digest]
         self.stale_rounds = max(map(self._rounds_behind, slots), default=0)
@@ -295,70 +273,46 @@ class HeldSlots:
         changed, self.unloaded = sorted(self.unloaded), set()
         return [name for name in changed if self.has(name)]
 
-    def catch_up(self, peers: Sequence[str], routed: Mapping[int, int] | None = None) -> None:
-        """Take over the versions that the last certificate names, also from peers without a claim.
+    def _lacking(self, needed: Mapping[VectorName, str], routed: Mapping[int, int] | None) -> list[VectorName]:
+        """Return what this peer neither has nor can draw; with `routed`, `refresh_slots` of the others' at most."""
+        lacking = [
+            name
+            for name, digest in needed.items()
+            if not (self.is_certified(name) or (not digest and name.slot in self.slots and self._draw is not None))
+        ]
+        is_paused = self._max_slots > 0 == self._chosen_slots
+        budget = 0 if is_paused else self.refresh_slots
+        if routed is None or budget is None:
+            return lacking
+        others = {name.slot: name for name in lacking if name.slot is not None}
+        for slot in (*self.slots, *self.replicates):
+            others.pop(slot, None)
+        behind = {slot: self._rounds_behind(name.weights) for slot, name in others.items()}
+        chosen = choose(behind, routed, budget)
+        return [name for name in lacking if name.slot not in others or name.slot in chosen]
 
-        Args:
-            peers: To ask, beside peers that are here without a claim.
-            routed: Tokens routed to each slot, as `fetch` takes them.
-
-        Raises:
-            AbsentError: a peer has `shared`, but it could not be fetched.
-        """
-        asked = sorted({*peers, *self._swarm.contacts()} - self.distrusted)  # guard: distrusted-contacts
-        self.fetch(routed=routed, peers=asked)
-
-    def wanted(self, body: Body) -> dict[VectorName, str]:
-        """Return the digest of each version that this peer needs after a certificate (`holdings.wanted`)."""
-        masters = {*self.slots, *self.keeps}
-        return wanted(body, masters, has_forms=self._anchors.form is not None, start=self._start)
-
-    def _lacking(
-        self, needed: Mapping[VectorName, str], budget: int | None, routed: Mapping[int, int]
-    ) -> dict[VectorName, str]:
-        """Return what this peer needs and neither has nor can draw, within the budget of others' slots."""
-        lacking: dict[VectorName, str] = {}
-        for name, digest in needed.items():
-            is_drawn = not digest and name.slot in self.slots and self._draw is not None
-            if not (self._is_here(name, digest) or is_drawn):
-                lacking[name] = digest
-        behind = {name: self._rounds_behind(name.weights) for name in lacking}
-        chosen = affordable(behind, routed, budget, {*self.slots, *self.keeps})
-        return {name: digest for name, digest in lacking.items() if name in chosen}
-
-    def _offers(self, peers: Sequence[str]) -> Having:
-        """Ask peers which versions of this run's vectors they have; other names are left out."""
-        offers = self._swarm.inventory(peers) if peers else {}
-        return {
-            peer: {
-                VectorName(name): version
-                for name, version in offered.items()
-                if name in self._names  # guard: strange-offer
-            }
-            for peer, offered in offers.items()
-        }
-
-    def _offered(self, lacking: Mapping[VectorName, str], offers: Having) -> dict[VectorName, tuple[int, str]]:
+    def _offered(
+        self, lacking: Mapping[VectorName, str], offers: Mapping[str, Mapping[str, Version]]
+    ) -> dict[VectorName, tuple[int, str]]:
         """Return which versions to fetch: of a lost one the newest other, of equally new ones the most frequent.
 
         A version is lost if half of the peers that the last certificate knows have answered, and none has it.
         """
         known = known_peers(self._swarm.last()) - {self._swarm.peer_id}
         has_asked_half = 2 * len(offers.keys() & known) >= len(known)
-        lost, found = set(self.lost), dict[VectorName, tuple[int, str]]()
+        mine, found = self._swarm.versions(), dict[VectorName, tuple[int, str]]()
         for name, digest in lacking.items():
-            offered = {peer: versions[name] for peer, versions in offers.items() if name in versions}
-            having = [peer for peer, version in offered.items() if _is(version, digest)]
-            if having:
-                lost.discard(name)
+            offered = [versions[name] for versions in offers.values() if name in versions]
+            states = Counter((version.round, version.digest) for version in offered if _is(version, digest))
+            if states:
+                self.lost.discard(name)
             elif digest and has_asked_half:  # guard: lost-version
-                lost.add(name)
-            mine = self._swarm.versions().get(name)
-            newer = {p: v for p, v in offered.items() if p in having or (name in lost and is_newer(v, mine))}
-            states = Counter((newer[peer].round, newer[peer].digest) for peer in having or newer)
+                self.lost.add(name)
+            if name in self.lost:
+                least = mine[name].round + 1 if name in mine else 0
+                states = Counter((version.round, version.digest) for version in offered if version.round >= least)
             if states:
                 found[name] = min(states, key=lambda state: (-state[0], -states[state], state[1]))
-        self.lost = frozenset(lost)
         return found
 
     def _pull(self, versions: Mapping[VectorName, tuple[int, str]], peers: Sequence[str]) -> set[VectorName]:
@@ -372,8 +326,7 @@ class HeldSlots:
 
     def form(self, name: VectorName) -> VectorName:
         """Return the name under which this peer's model takes some weights: of slots of others, the kept form."""
-        is_others = name.slot is not None and name.slot not in self.slots
-        return name.kept if is_others and self._anchors.form is not None else name
+        return name if name.slot in self.slots else self._anchors.kept_name(name)
 
     def has(self, name: VectorName) -> bool:
         """Check whether this peer has a version of some weights, in the form in which its model takes them."""
@@ -381,16 +334,15 @@ class HeldSlots:
 
     def publish_initial(self, name: VectorName, bundle: Tensor) -> None:
         """Publish a vector of round 0 and its kept form; of others' slots only that, where all can draw them."""
-        bundles = {name: bundle} if self.form(name) == name or self._draw is None else {}
-        if name.slot is not None and self._anchors.form is not None:
-            bundles[name.kept] = self._anchors.kept_form(name, bundle)
+        bundles = {self._anchors.kept_name(name): self._anchors.kept_form(name, bundle)}
+        if self.form(name) == name or self._draw is None:
+            bundles[name] = bundle
         self._swarm.publish(0, bundles)
 
     def common_weights(self, name: VectorName) -> Tensor:
         """Return a slot's weights as all peers have them."""
-        if self._anchors.form is None:
-            return self.load(name)
-        return self._anchors.form.values(self._swarm.load(name.kept))
+        kept = self._anchors.kept_name(name)
+        return self._anchors.weights_of(kept, self._swarm.load(kept))
 
     def _take_masters(self, came: Collection[VectorName]) -> None:
         """Make the masters and kept forms that have to be made, and take masters as anchors; forget all others."""
@@ -398,8 +350,8 @@ class HeldSlots:
         self._make_masters(map(VectorName.of_slot, self.slots))
         mine = self._swarm.versions()
         self.slots = tuple(slot for slot in self.slots if VectorName.of_slot(slot) in mine)
-        keeps = [name for name in map(VectorName.of_slot, self.keeps) if self.is_certified(name)]
-        masters = [name for name in (*self.names, *keeps) if name in mine]
+        replicated = [name for name in map(VectorName.of_slot, self.replicates) if self.is_certified(name)]
+        masters = [name for name in (*self.names, *replicated) if name in mine]
         for name in set(self._anchors.names) - set(masters):
             self._anchors.forget(name)
         for name in masters:
@@ -410,54 +362,50 @@ class HeldSlots:
     def _make_masters(self, names: Iterable[VectorName]) -> None:
         """Make the masters that no peer has: of the run's start, or of the kept form that is newer than any master."""
         for name in names:
-            mine = self._swarm.versions()
+            mine, kept = self._swarm.versions(), self._anchors.kept_name(name)
             if self.is_certified(name):
                 continue
             if not self.certified_digest(name) and self._draw is not None:
                 self._swarm.publish(0, {name: self._draw(name)})
-            elif name.kept in mine and (name not in mine or name in self.lost):
-                round = mine[name.kept].round
-                if name in mine and mine[name].round >= round:
-                    continue
+            elif kept in mine and (name not in mine or (name in self.lost and mine[kept].round > mine[name].round)):
                 log.warning(
                     "%s: no peer has its fp32 weights of round %d; going on from its kept form, in %s",
-                    *(name, round, self._run.frozen_storage),
+                    *(name, mine[kept].round, self._run.frozen_storage),
                 )
                 self._publish_from_kept(name)
 
     def _make_kept(self, names: Iterable[VectorName]) -> None:
         """Make the kept forms of masters that have come; refuse a certified one that does not follow from them."""
-        for name in names if self._anchors.form is not None else ():
-            if name.slot is None or name.is_kept or self.is_certified(name.kept) or not self.is_certified(name):
+        for name in names:
+            kept, round = self._anchors.kept_name(name), self.certified_round(name)
+            if kept == name or self.is_certified(kept) or not self.is_certified(name):
                 continue
             form = self._anchors.kept_form(name, self._swarm.load(name))
-            said = self.certified_digest(name.kept)
+            said = self.certified_digest(kept)
             if said in ("", digest_of(form)):
-                self._swarm.publish(self.certified_round(name), {name.kept: form})
+                self._swarm.publish(round, {kept: form})
                 continue
             makers = self.makers.get(name, ())
             harm = f"the kept form of {name} does not follow from its fp32 weights"
             log.warning(
                 "round %d: refused the kept form of %s, made by %s: it does not follow from its fp32 weights",
-                *(self.certified_round(name), name, ", ".join(peer[-6:] for peer in makers) or "peers that have left"),
+                *(round, name, ", ".join(peer[-6:] for peer in makers) or "peers that have left"),
             )
-            self._swarm.refuse(name.kept, dict.fromkeys(makers, harm), said)  # guard: kept-follows
+            self._swarm.refuse(kept, dict.fromkeys(makers, harm), said)  # guard: kept-follows
 
     def _drop_masters(self) -> None:
         """Delete outdated masters of slots that other members hold, unless this peer trains or replicates them."""
-        if self._anchors.form is None:
-            return
         held = {slot for member in self._swarm.last().members for slot in member.slots}
-        for name in map(VectorName.of_slot, held.difference(self.slots, self.keeps)):
+        for name in map(VectorName.of_slot, held.difference(self.slots, self.replicates)):
             # A slot that the round left as it was may have lost its holder, and no new replica has it yet.
-            if name in self._swarm.versions() and not self.is_certified(name):  # guard: last-master
+            if self.form(name) != name in self._swarm.versions() and not self.is_certified(name):  # guard: last-master
                 self._swarm.delete(name)
 
     def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
         """Refuse the newest version of a slot, also as this peer's anchor; the version before it counts again here."""
         mine, form = self._swarm.versions(), self.form(name)
         self._swarm.refuse(form, suspects)
-        for other in {name, name.kept} - {form} if self._anchors.form is not None else ():
+        for other in {name, self._anchors.kept_name(name)} - {form}:
             if other in mine and mine[other].round == mine[form].round:
                 self._swarm.refuse(other, suspects)
         if name in self._anchors.names:  # guard: refused-anchor
@@ -466,14 +414,14 @@ class HeldSlots:
             self._anchors.set(name, self._swarm.mapped(name))
 
     def _publish_from_kept(self, name: VectorName) -> None:
-        version = self._swarm.versions()[name.kept]
-        bundle = self._anchors.from_kept(name, self._swarm.load(name.kept))
-        self._swarm.publish(version.round, {name: bundle})
+        kept = self._anchors.kept_name(name)
+        bundle = self._anchors.from_kept(kept, self._swarm.load(kept))
+        self._swarm.publish(self._swarm.versions()[kept].round, {name: bundle})
 
     # ------------------------------------------------------------------ what is certified
 
     def certified_digest(self, name: VectorName) -> str:
-        """Return the digest of the version of a vector's weights that counts; empty for that of the run's start."""
+        """Return the digest of the version of a vector that counts; empty for that of the run's start."""
         return certified(self._swarm.last(), name, self._start)
 
     def certified_round(self, name: VectorName) -> int:
@@ -482,12 +430,9 @@ class HeldSlots:
         return last.round if name.slot is None else last.slots[name.slot].round
 
     def is_certified(self, name: VectorName) -> bool:
-        """Tell whether this peer's newest version of a vector's weights is the one that counts."""
-        return self._is_here(name, self.certified_digest(name))
-
-    def _is_here(self, name: VectorName, digest: str) -> bool:
+        """Check whether this peer's newest version of a vector is the one that counts."""
         mine = self._swarm.versions().get(name)
-        return mine is not None and _is(mine, digest)
+        return mine is not None and _is(mine, self.certified_digest(name))
 
     def model_round(self) -> int:
         """Return the round that this peer trains from: the last one, unless it lacks what others have of it.
@@ -503,25 +448,15 @@ class HeldSlots:
         repeats = is_older and not self.others() and self._run.round.mode == "steps"
         return last.round if SHARED in self.lost and not repeats else mine.round
 
-    def starts(self) -> dict[str, tuple[int, str]]:
-        """Return round and digest of the anchors that are not certified, where no peer has the certified version."""
-        mine = self._swarm.versions()
-        return {
-            name: (mine[name].round, mine[name].digest)
-            for name in self.names
-            if name in self.lost and name in mine and not self.is_certified(name)
-        }
-
     def usable(self) -> list[VectorName]:
         """Return the anchors that deltas may start from: certified, or of a vector whose certified version is lost."""
-        return [name for name in self.names if name in self._anchors.names and self._may_start(name)]
+        names = [name for name in self.names if name in self._anchors.names]
+        return [name for name in names if self.is_certified(name) or name in self.lost]
 
-    def _may_start(self, name: VectorName) -> bool:
-        return self.is_certified(name) or name in self.lost
-
-    def replicated(self) -> tuple[int, ...]:
-        """Return the slots that this peer replicates, and has the certified version of."""
-        return tuple(slot for slot in self.keeps if VectorName.of_slot(slot) in self._anchors.names)
+    def starts(self) -> dict[str, tuple[int, str]]:
+        """Return round and digest of those anchors that are not certified."""
+        mine = self._swarm.versions()
+        return {n: (mine[n].round, mine[n].digest) for n in self.usable() if not self.is_certified(n)}
 
     @property
     def is_astray(self) -> bool:
@@ -538,14 +473,14 @@ class HeldSlots:
 
         Of a slot that this peer does not hold that is the kept form, uint8, if the run has such.
         """
-        form = self.form(name)
+        form, kept = self.form(name), self._anchors.kept_name(name)
         try:
             bundle = self._swarm.load(form, before=before)
         except ExchangeError:
-            if not (before and self._anchors.form is not None and form == name and name.slot is not None):
+            if not before or form == kept:
                 raise
-            bundle = self._anchors.from_kept(name, self._swarm.load(name.kept, before=True))  # it was just adopted
-        if not form.is_weights:
+            bundle = self._anchors.from_kept(kept, self._swarm.load(kept, before=True))  # it was just adopted
+        if form.is_kept:
             return bundle
         weights, momentum = self._anchors.split(name, bundle)
         return weights if momentum is None else weights.clone()
@@ -554,21 +489,6 @@ class HeldSlots:
 def _is(version: Version, digest: str) -> bool:
     """Check whether a version is the one with a digest; without one, that of the run's start."""
     return version.digest == digest if digest else version.round == 0
-
-
-def is_newer(version: Version, mine: Version | None) -> bool:
-    """Check whether a version is of a later round than this peer's."""
-    return mine is None or version.round > mine.round
-
-
-def makers_of(body: Body, me: str) -> dict[VectorName, list[str]]:
-    """Return the other peers that made each slot's version, of the slots that a round has changed."""
-    made = {slot for slot, state in enumerate(body.slots) if state.round == body.round}
-    makers: dict[VectorName, list[str]] = {}
-    for member in body.members:
-        for slot in made.intersection(member.slots) if member.peer_id != me else ():
-            makers.setdefault(VectorName.of_slot(slot), []).append(member.peer_id)
-    return makers
 
 
 def active_of(claims: Mapping[str, Claim]) -> list[str]:

@@ -175,7 +175,7 @@ class Synchroniser:
             previous=last.digest,
             tokens=clamp_tokens(trained.tokens, trained.tokens_per_second, trained.seconds),
             slots=tuple(slot for slot in self.held.slots if VectorName.of_slot(slot) in usable),
-            keeps=self.held.replicated(),
+            replicates=tuple(slot for slot in self.held.replicates if VectorName.of_slot(slot) in self.anchors.names),
             batches=batches_to_ask(self.run, self.round + 1, trained.batches),
             starts=dict(self.held.starts()),
             tokens_per_second=trained.places_per_second if self.run.round.samples else trained.tokens_per_second,
@@ -198,15 +198,14 @@ class Synchroniser:
             staged[name], moments = self.anchors.stepped(name, mean, shifts.get(name))
             if moments is not None:
                 staged[name.moments] = moments
-        slots = [name for name in result.means if name != SHARED] if self.anchors.form is not None else []
-        return staged | {name.kept: self.anchors.kept_form(name, staged[name]) for name in slots}
+        return staged | {self.anchors.kept_name(n): self.anchors.kept_form(n, staged[n]) for n in result.means}
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
         if not merge_alpha(self.run.merge, round):
             return {}
         slots = [slot for slot in range(self.run.num_slots) if self.held.has(VectorName.of_slot(slot))]
         weights = {slot: self.held.common_weights(VectorName.of_slot(slot)) for slot in slots}
-        stepped = (*self.held.slots, *self.held.replicated())
+        stepped = tuple(name.slot for name in self.anchors.names if name.slot is not None)
         return merge_shifts(self.run.merge, round, self._layout, weights, stepped)
 
     def commit(self, body: Body | None, result: RoundResult, staged: Mapping[VectorName, Tensor]) -> None:

@@ -95,10 +95,10 @@ class Round:
             "attempt": attempt,
             "peer_id": peer,
             "roster": roster_digest(self.members),
-            "shared": digest("shared"),
-            "slots": {"0": digest("new 0"), "1": digest("new 1")},
         }
-        return Confirmation(**fields | changes).signed(self.key(peer))
+        slots = changes.pop("slots", {"0": digest("new 0"), "1": digest("new 1")})
+        digests = {"shared": changes.pop("shared", digest("shared"))} | {f"slot-{n}": slots[n] for n in slots}
+        return Confirmation(**fields | {"digests": digests} | changes).signed(self.key(peer))
 
     def confirmations(self, attempt: int = 0, **changes: Any) -> tuple[Confirmation, ...]:
         return tuple(self.confirm(member.peer_id, attempt, **changes) for member in self.members)

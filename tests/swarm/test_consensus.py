@@ -95,12 +95,13 @@ def decide(peers, on_wait=lambda: None):
     last = peers[0].consensus.last()
     members = [MemberEntry(peer_id=peer, tokens=1, slots=(0,)) for peer in sorted(each.peer_id for each in peers)]
     shared, slot = digest(f"shared {last.round + 1}".encode()), digest(f"slot {last.round + 1}".encode())
+    digests = {"shared": shared, "slot-0": slot}
 
     def confirm(peer):
         consensus, deadline = peer.consensus, time.monotonic() + 2 * SECONDS
         while time.monotonic() < deadline:
             ends_at = time.time() + 1.0
-            body = consensus.decide(last, consensus.attempt, members, ends_at, shared, {0: slot}, on_wait=on_wait)
+            body = consensus.decide(last, consensus.attempt, members, ends_at, digests, on_wait=on_wait)
             if body is not None:
                 return body
         raise AssertionError(f"round {last.round + 1} was not decided")

@@ -30,7 +30,7 @@ from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.certificate import Body, MemberEntry
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest, publish_manifest
-from spes_p2p.swarm.names import SHARED
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
@@ -77,13 +77,17 @@ class Peer:
             peer: _digests_of(peer, round) for peer in sorted((*others, self), key=lambda peer: peer.swarm.peer_id)
         }
         entries = [
-            MemberEntry(peer_id=peer.swarm.peer_id, tokens=1, slots=tuple(sorted(slots)))
-            for peer, (_, slots) in found.items()
+            MemberEntry(
+                peer_id=peer.swarm.peer_id,
+                tokens=1,
+                slots=tuple(sorted(name.slot for name in digests if name.slot is not None)),
+            )
+            for peer, digests in found.items()
         ]
         last, ends_at = self.swarm.last(), self.swarm.now() + 1.0
 
         def confirm(peer: Peer) -> Body | None:
-            return peer.swarm.consensus.decide(last, 0, entries, ends_at, *found[peer])
+            return peer.swarm.consensus.decide(last, 0, entries, ends_at, found[peer])
 
         for peer in others:  # they wait for the certificate until they are closed
             threading.Thread(target=confirm, args=(peer,), daemon=True).start()
@@ -99,10 +103,10 @@ class Peer:
             self.swarm.report(Metrics(**fields))
 
 
-def _digests_of(peer: Peer, round: int) -> tuple[str, dict[int, str]]:
-    """Return the digests of a peer's versions of a round: of `shared`, and by slot."""
-    found = {name: version.digest for name, version in peer.swarm.versions().items() if version.round == round}
-    return found[SHARED], {name.slot: each for name, each in found.items() if name.slot is not None}
+def _digests_of(peer: Peer, round: int) -> dict[VectorName, str]:
+    """Return the digests of a peer's versions of a round."""
+    mine = peer.swarm.versions().items()
+    return {VectorName(name): version.digest for name, version in mine if version.round == round}
 
 
 @pytest.fixture

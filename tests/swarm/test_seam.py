@@ -69,7 +69,7 @@ def test_both_swarms_commit_the_same_bits_and_they_are_the_weighted_mean(four, s
     keeps = [(2,), (0,), (), (0, 3)]
     tokens = [1, 977, 123_456, 0]
     items = [
-        contribution(peer.peer_id, generator, slots=held, tokens=count, keeps=kept)
+        contribution(peer.peer_id, generator, slots=held, tokens=count, replicates=kept)
         for peer, held, count, kept in zip(four, slots, tokens, keeps, strict=True)
     ]
     virtual = average_in_memory(four, items, expected=4)
@@ -78,7 +78,7 @@ def test_both_swarms_commit_the_same_bits_and_they_are_the_weighted_mean(four, s
     for item, result in zip(items, real, strict=True):
         assert {member.peer_id for member in result.roster} == {peer.peer_id for peer in four}
         expected = set(item.deltas) - {"slot-4"}  # whose only holder trained nothing
-        expected |= {f"slot-{slot}" for slot in item.member.keeps}  # replicas get the same means, without weight
+        expected |= {f"slot-{slot}" for slot in item.member.replicates}  # replicas get the same means, without weight
         assert set(result.committed) == expected
         for name in expected:
             torch.testing.assert_close(result.committed[name].double(), plain_mean(items, name), atol=1e-6, rtol=1e-6)

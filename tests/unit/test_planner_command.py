@@ -70,7 +70,7 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.C
     assert up == down == pytest.approx(13.60)
     text = planned(capsys, *flags, "--uplink-mbit", "100", "--downlink-mbit", "1000")
     averaging, fetching = row(text, "averaging the shared parameters")[0], row(text, "fetching others'")[0]
-    averaging += row(text, "keeping copies")[0]
+    averaging += row(text, "replicating slots")[0]
     assert row(text, "averaging  ")[0] == pytest.approx(averaging * 80, rel=0.01)
     assert row(text, "fetching  ")[0] == pytest.approx(fetching * 80, rel=0.01)
     assert re.search(r"training +unknown +--tokens-per-second", text)

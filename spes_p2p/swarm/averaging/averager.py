@@ -161,7 +161,7 @@ class SparseAverager(DecentralizedAverager):
         Returns:
             The attempt's outcome; its tensors lie in the buffers.
         """
-        buffers = self.buffers.assign(member.slots, member.keeps)
+        buffers = self.buffers.assign(member.slots, member.replicates)
         self.buffers.take(member.slots, encoded)
         self._outer_pipe.send(("_prepare", [is_redone, least, num_known, last], {}))
         began = get_dht_time()
@@ -260,7 +260,7 @@ class SparseAverager(DecentralizedAverager):
         """Return the attempt, the DHT time of its roster, and by averaged vector the span of the delta reduced here."""
         met_at, began = get_dht_time(), time.monotonic()
         me = self.peer_id.to_base58()
-        slots = next(((*member.slots, *member.keeps) for member in self._roster if member.peer_id == me), ())
+        slots = next(((*member.slots, *member.replicates) for member in self._roster if member.peer_id == me), ())
         mine: dict[VectorName, GroupAllreduce] = {}
         running: dict[VectorName, asyncio.Task[str]] = {}
         for name, buffers in self.buffers.of(slots).items():

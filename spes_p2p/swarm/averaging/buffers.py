@@ -77,22 +77,22 @@ class BufferPool:
         names = [SHARED, *[VectorName.of_slot(0)] * max_slots]
         self._all = [Buffers(encoding.format(name, 0)) for name in names]  # all segments travel in round 0
         self._slots: tuple[int, ...] = ()
-        self._keeps: tuple[int, ...] = ()
+        self._replicas: tuple[int, ...] = ()
 
     def of(self, slots: tuple[int, ...]) -> dict[VectorName, Buffers]:
         """Return the buffers of a peer with these slots, by group."""
         return dict(zip([SHARED, *map(VectorName.of_slot, slots)], self._all, strict=False))
 
-    def assign(self, slots: tuple[int, ...], keeps: tuple[int, ...] = ()) -> dict[VectorName, Buffers]:
+    def assign(self, slots: tuple[int, ...], replicas: tuple[int, ...] = ()) -> dict[VectorName, Buffers]:
         """Return the buffers of `shared` and of slots that the peer holds and replicates.
 
         If the held slots change, all residuals of slots are discarded; if the others do, theirs.
         """
-        if (slots, keeps) != (self._slots, self._keeps):
+        if (slots, replicas) != (self._slots, self._replicas):
             for buffers in self._all[1 + (len(slots) if slots == self._slots else 0) :]:
                 buffers.reset_residual()
-            self._slots, self._keeps = slots, keeps
-        return self.of((*slots, *keeps))
+            self._slots, self._replicas = slots, replicas
+        return self.of((*slots, *replicas))
 
     def take(self, slots: tuple[int, ...], encoded: dict[VectorName, Tensor]) -> None:
         """Move encoded vectors of `shared` and these slots to where they are sent from, if they are not there yet."""
@@ -109,7 +109,7 @@ class BufferPool:
 
     def keep_residuals(self, residuals: Mapping[VectorName, tuple[int, Tensor]]) -> None:
         """Add what encoding the committed means has left over to a later round's means; as in `Attempt.residuals`."""
-        buffers = self.of((*self._slots, *self._keeps))
+        buffers = self.of((*self._slots, *self._replicas))
         for name, (start, residual) in residuals.items():
             buffers[name].residual[start : start + residual.numel()] = residual
             buffers[name].has_residual = True

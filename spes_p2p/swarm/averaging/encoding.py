@@ -15,9 +15,8 @@ from spes_p2p.codecs.format import ErrorFeedback, Format, Segment
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import from_bytes
-from spes_p2p.swarm.exchange.versions import vector_names
 from spes_p2p.swarm.interface import Contribution
-from spes_p2p.swarm.names import AnyName, VectorName
+from spes_p2p.swarm.names import SHARED, AnyName, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS
 from spes_p2p.swarm.roster import Member
 
@@ -47,8 +46,9 @@ class Vectors:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names of the run's vectors."""
-        return vector_names(self.num_slots, has_kept=self.kept is not None)
+        """The names of the run's vectors; a version of another name fits no part of the model."""
+        slots = [VectorName.of_slot(slot) for slot in range(self.num_slots)]
+        return frozenset([SHARED, *slots, *(name.kept for name in slots if self.kept is not None)])
 
     def unknown(self, names: Iterable[AnyName]) -> dict[AnyName, str]:
         """Return those of the names that the run does not have, each with the reason for not pulling it."""

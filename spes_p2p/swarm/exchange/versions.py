@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.swarm.names import SHARED, SLOT, VectorName
+from spes_p2p.swarm.names import SLOT, VectorName
 from spes_p2p.swarm.records import Count, Digest, Strict
 
 MAX_REFUSED = 1024
@@ -25,15 +25,6 @@ Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) els
 def is_document(name: str) -> bool:
     """Check whether a name is a document's: manifest, tokenizer, or part of a base; all others are vectors'."""
     return name in (MANIFEST, REVISION, TOKENIZER) or name.startswith("base-")
-
-
-def vector_names(num_slots: int, *, has_kept: bool = False) -> frozenset[VectorName]:
-    """Return the names of a run's vectors: weights, and slots' kept forms.
-
-    A version of another name fits no part of the model.
-    """
-    slots = [VectorName.of_slot(slot) for slot in range(num_slots)]
-    return frozenset([SHARED, *slots, *(name.kept for name in slots if has_kept)])
 
 
 class Version(Strict):

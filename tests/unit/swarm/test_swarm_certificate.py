@@ -96,11 +96,11 @@ def test_a_bodys_digest_does_not_depend_on_who_signed_its_certificate():
     assert changed(body, ends_at=body.ends_at + 1).digest != body.digest
 
 
-@pytest.mark.parametrize("field", ["run", "round", "attempt", "previous", "peer_id", "roster", "shared", "slots"])
+@pytest.mark.parametrize("field", ["run", "round", "attempt", "previous", "peer_id", "roster", "digests"])
 def test_no_field_of_a_signed_statement_can_be_changed(field):
     round = Round()
     signed = round.confirm(VOTERS[0])
-    other = {"run": "x", "round": 9, "attempt": 3, "peer_id": VOTERS[1], "slots": {}}.get(field, digest("other"))
+    other = {"run": "x", "round": 9, "attempt": 3, "peer_id": VOTERS[1], "digests": {}}.get(field, digest("other"))
     assert signed.is_signed(KEYS)
     assert not changed(signed, **{field: other}).is_signed(KEYS)
 
@@ -228,9 +228,9 @@ def test_a_malformed_signature_is_no_signature(identities, signature):
         {"attempt": -1},
         {"attempt": 2**20 + 1},
         {"round": 2**60},
-        {"slots": {"01": digest(0)}},
-        {"slots": {"-1": digest(0)}},
-        {"shared": "A" * 64},
+        {"digests": {"slot-01": digest(0)}},
+        {"digests": {"slot--1": digest(0)}},
+        {"digests": {"shared": "A" * 64}},
         {"peer_id": "0" * 46},
         {"extra": 1},
     ],
@@ -287,7 +287,7 @@ def test_voting_replicas_confirm_the_slot_of_a_holder_without_a_vote_if_they_hav
     holder = next(each.peer_id for each in round.members if each.peer_id not in VOTERS)
     keeping = [each.peer_id for each in round.members if each.peer_id in VOTERS][:2]
     members = tuple(
-        changed(each, slots=(0,) if each.peer_id == holder else (), keeps=(0,) if each.peer_id in keeping else ())
+        changed(each, slots=(0,) if each.peer_id == holder else (), replicates=(0,) if each.peer_id in keeping else ())
         for each in round.members
     )
 

@@ -42,8 +42,8 @@ def uneven():
 def test_in_the_middle_of_a_round_nothing_changes_but_for_orphans():
     one = claimant()
     records = {A: claim(A, {0}, 3), B: claim(B, {1, 2, 3}, 3)}
-    assert one.at_heartbeat(0.0, records) == (0,), "there is room, but no orphan"
-    assert one.at_heartbeat(10.0, {A: records[A], B: claim(B, {1}, 1)}) == (0, 2, 3)
+    assert one.target(0.0, records, in_round=True) == (0,), "there is room, but no orphan"
+    assert one.target(10.0, {A: records[A], B: claim(B, {1}, 1)}, in_round=True) == (0, 2, 3)
 
 
 def test_coverage_is_evened_out_once_per_cooldown():
@@ -51,7 +51,7 @@ def test_coverage_is_evened_out_once_per_cooldown():
     peers = {peer: claimant(peer, 8) for peer in records}
     for now in (0.0, 40.0):
         for peer, one in peers.items():
-            target = one.after_round(now, records)
+            target = one.target(now, records)
             assert len(set(target) - set(records[peer].slots)) <= 4
             records[peer] = claim(peer, target, 4)
     assert max(coverage({p: c.slots for p, c in records.items()}, 8)) <= 2
@@ -62,11 +62,11 @@ def test_who_has_just_changed_something_waits_for_a_lease():
     exchanging = next(p for p, slots in level("run", 4, records).items() if slots != records[p].slots)
     one = claimant(exchanging)
     held = records[exchanging].slots
-    assert one.after_round(0.0, records) == held, "the others have only just been seen"
-    target = one.after_round(31.0, records)
+    assert one.target(0.0, records) == held, "the others have only just been seen"
+    target = one.target(31.0, records)
     assert target != held and len(set(target) - set(held)) == 1
-    assert one.after_round(40.0, records) == held, "its own record is old, say; it changes nothing more"
-    assert one.after_round(62.0, records) == target
+    assert one.target(40.0, records) == held, "its own record is old, say; it changes nothing more"
+    assert one.target(62.0, records) == target
 
 
 def test_an_orphan_does_not_wait_for_the_cooldown():
@@ -74,8 +74,8 @@ def test_an_orphan_does_not_wait_for_the_cooldown():
     runs = (f"run{n}" for n in range(99))
     run = next(run for run in runs if allocate(run, 2, there)[A] == (1,) and allocate(run, 2, back)[A] == (0,))
     one = Claimant(run, A, 2, ROUNDS)
-    assert one.at_heartbeat(0.0, there) == (1,)
-    assert one.at_heartbeat(10.0, back) == (0,), "both have gone for the orphan, and left another"
+    assert one.target(0.0, there, in_round=True) == (1,)
+    assert one.target(10.0, back, in_round=True) == (0,), "both have gone for the orphan, and left another"
 
 
 def test_a_newcomer_has_no_weight_in_evening_out_until_it_has_stayed():
@@ -83,9 +83,9 @@ def test_a_newcomer_has_no_weight_in_evening_out_until_it_has_stayed():
     exchanging = next(p for p, slots in level("run", 4, records).items() if slots != records[p].slots)
     newcomer = C if exchanging == A else A
     one, held = claimant(exchanging), records[exchanging].slots
-    one.after_round(0.0, {p: c for p, c in records.items() if p != newcomer})
-    assert one.after_round(31.0, records) == held
-    assert one.after_round(62.0, records) != held
+    one.target(0.0, {p: c for p, c in records.items() if p != newcomer})
+    assert one.target(31.0, records) == held
+    assert one.target(62.0, records) != held
 
 
 def test_an_orphan_that_its_taker_leaves_lying_falls_to_another():
@@ -93,8 +93,8 @@ def test_an_orphan_that_its_taker_leaves_lying_falls_to_another():
     records = {A: claim(A, {0}, 1), B: claim(B, set(), 1), C: claim(C, {0}, 1)}
     peers = {peer: claimant(peer, 2) for peer in (A, C)}
     for now in (0.0, 10.0):
-        assert all(one.at_heartbeat(now, records) == (0,) for one in peers.values())
-    assert sorted(one.at_heartbeat(20.0, records) for one in peers.values()) == [(0,), (1,)]
+        assert all(one.target(now, records, in_round=True) == (0,) for one in peers.values())
+    assert sorted(one.target(20.0, records, in_round=True) for one in peers.values()) == [(0,), (1,)]
 
 
 # ---------------------------------------------------------------------- everything at once
@@ -138,9 +138,9 @@ class Claiming(RuleBasedStateMachine):
         seen = {**(self.old if is_stale else self.records), peer: self.records[peer]}
         held = self.records[peer].slots
         if is_round_end:
-            target = self.claimants[peer].after_round(self.now, seen)
+            target = self.claimants[peer].target(self.now, seen)
         else:
-            target = self.claimants[peer].at_heartbeat(self.now, seen)
+            target = self.claimants[peer].target(self.now, seen, in_round=True)
         for slot in set(target) ^ set(held):
             is_adopted = slot in target
             since = self.now - self.moved.get((peer, slot, not is_adopted), float("-inf"))

@@ -140,8 +140,7 @@ def test_a_peer_that_averages_after_its_proposer_has_given_up_gives_up_at_once(s
     proposer.decider._give_up()
     world.run(world.now + 1000, lambda: PEERS[3] in decider._give_ups)
     assert decider.voter.ballot.gave_up is None
-    slots = {int(slot): digest for slot, digest in own.slots.items()}
-    decider.averaged(0, decider._members, decider._ends_at, own.shared, slots)
+    decider.averaged(0, decider._members, decider._ends_at, own.digests)
     assert decider.voter.ballot.gave_up == 0
 
 

@@ -265,25 +265,25 @@ def test_what_members_state_of_their_links_fits_into_the_leaders_message(num_pee
 
 
 def test_replicas_receive_a_slots_mean_and_neither_weigh_nor_reduce_nor_count_in_its_group():
-    holding, keeping = member(0, slots=(4,)), member(1, slots=(), keeps=(4,), tokens=10**6)
-    roster = roster_of(holding, keeping, member(2, slots=()))
+    holding, replica = member(0, slots=(4,)), member(1, slots=(), replicates=(4,), tokens=10**6)
+    roster = roster_of(holding, replica, member(2, slots=()))
     assert roster.groups["slot-4"] == (PEERS[0],) and roster.replicas == {"slot-4": (PEERS[1],)}
     format = Format([Segment(10**5, "int4")])
     plan = GroupPlan.in_roster(roster, roster.groups["slot-4"], format, roster.replicas["slot-4"])
     assert plan.senders == (0,) and plan.weights[1] == 0.0 and plan.slices[1] == [] and plan.is_sole
     assert plan.reachable == {PEERS[0]}, "nobody waits for a replica's digest"
-    assert [each.keeps for each in roster.entries] == [(), (4,), ()]
+    assert [each.replicates for each in roster.entries] == [(), (4,), ()]
     astray = member(0, slots=(4,), starts={"slot-4": (3, "a" * 64)})
-    assert roster_of(astray, keeping).replicas == {}, "a replica starts from the certified version"
+    assert roster_of(astray, replica).replicas == {}, "a replica starts from the certified version"
 
 
 def test_a_replica_reduces_where_no_holder_is_connected_to_all_others():
     first, second = behind_router(1, slots=(3,)), behind_router(2, slots=(3,))
-    roster = roster_of(member(0, slots=(), keeps=(3,)), first, second)
+    roster = roster_of(member(0, slots=(), replicates=(3,)), first, second)
     assert roster.groups["slot-3"] == tuple(PEERS[1:3]) and roster.replicas["slot-3"] == (PEERS[0],)
     assert roster.reducing(PEERS[:3], roster.replicas["slot-3"]) == [10.0, 0.0, 0.0]
     linked = behind_router(1, 0, 2, slots=(3,)), behind_router(2, 1, slots=(3,))
-    met = roster_of(member(0, slots=(), keeps=(3,)), *linked)
+    met = roster_of(member(0, slots=(), replicates=(3,)), *linked)
     assert met.reducing(PEERS[:3], met.replicas["slot-3"])[0] == 0.0
-    unlinked = roster_of(first, behind_router(2, slots=(), keeps=(3,)))
+    unlinked = roster_of(first, behind_router(2, slots=(), replicates=(3,)))
     assert unlinked.groups["slot-3"] == (PEERS[1],) and unlinked.replicas == {}

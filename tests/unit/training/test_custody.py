@@ -12,7 +12,7 @@ from spes_p2p.sim.simulator import Leaves
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.certificate import Body, MemberEntry, SlotState, genesis
 from spes_p2p.swarm.names import VectorName
-from spes_p2p.training.holdings import keepers
+from spes_p2p.training.holdings import replicas
 
 PEERS = tuple(peer_id(index) for index in range(5))
 
@@ -21,7 +21,7 @@ def body(
     holders: Mapping[int, Sequence[str]],
     *,
     current: Sequence[str] = PEERS,
-    keeps: Mapping[str, Sequence[int]] | None = None,
+    replicates: Mapping[str, Sequence[int]] | None = None,
     hidden: Sequence[str] = (),
     voters: Sequence[str] = PEERS,
 ) -> Body:
@@ -31,7 +31,7 @@ def body(
             peer_id=peer,
             tokens=1,
             slots=tuple(slot for slot in sorted(holders) if peer in holders[slot]),
-            keeps=tuple((keeps or {}).get(peer, ())),
+            replicates=tuple((replicates or {}).get(peer, ())),
             calls_only=peer in hidden,
         )
         for peer in sorted(current)
@@ -43,7 +43,7 @@ def body(
 
 def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_even():
     sole = {slot: (PEERS[slot % 5],) for slot in range(20)}
-    kept = keepers(body(sole), 3)
+    kept = replicas(body(sole), 3)
     assert set(kept) == set(range(20))
     for slot, holders in sole.items():
         assert len(set(kept[slot])) == 2 and not set(kept[slot]) & set(holders)
@@ -52,31 +52,31 @@ def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_eve
 
 
 def test_who_is_not_of_the_round_keeps_nothing_and_nobody_keeps_what_enough_hold():
-    kept = keepers(body({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), 2)
+    kept = replicas(body({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), 2)
     assert set(kept) == {0} and set(kept[0]) <= set(PEERS[1:3])
 
 
 def test_a_lone_peer_has_nobody_to_keep_anything():
-    assert keepers(body({0: PEERS[:1]}, current=PEERS[:1]), 2) == {}
+    assert replicas(body({0: PEERS[:1]}, current=PEERS[:1]), 2) == {}
 
 
 def test_replicas_stay_while_they_are_needed_and_a_slot_without_a_holder_has_all_its_copies():
     sole = {slot: (PEERS[0],) for slot in range(8)}
-    first = keepers(body(sole), 2)
-    keeps = {peer: [slot for slot, peers in first.items() if peer in peers] for peer in PEERS}
-    assert keepers(body(sole, keeps=keeps), 2) == first
+    first = replicas(body(sole), 2)
+    replicates = {peer: [slot for slot, peers in first.items() if peer in peers] for peer in PEERS}
+    assert replicas(body(sole, replicates=replicates), 2) == first
     left = [peer for peer in PEERS if peer != first[0][0]]
-    again = keepers(body(sole, current=left, keeps=keeps), 2)
-    assert {slot for slot in sole if again[slot] != first[slot]} == set(keeps[first[0][0]])
-    orphaned = keepers(body({**sole, 3: ()}, keeps=keeps), 2)
+    again = replicas(body(sole, current=left, replicates=replicates), 2)
+    assert {slot for slot in sole if again[slot] != first[slot]} == set(replicates[first[0][0]])
+    orphaned = replicas(body({**sole, 3: ()}, replicates=replicates), 2)
     assert len(orphaned[3]) == 2 and orphaned[3][0] == first[3][0]
 
 
 def test_peers_that_can_be_called_and_then_voters_keep_first():
     sole = {slot: (PEERS[1 + slot % 4],) for slot in range(8)}
-    assert set(keepers(body(sole, hidden=PEERS[1:]), 2).values()) == {PEERS[:1]}
-    assert {kept[0] for kept in keepers(body(sole, hidden=PEERS[1:]), 3).values()} == {PEERS[0]}
-    few = keepers(body({0: PEERS[:1], 1: PEERS[:1]}, voters=PEERS[:3]), 2)
+    assert set(replicas(body(sole, hidden=PEERS[1:]), 2).values()) == {PEERS[:1]}
+    assert {kept[0] for kept in replicas(body(sole, hidden=PEERS[1:]), 3).values()} == {PEERS[0]}
+    few = replicas(body({0: PEERS[:1], 1: PEERS[:1]}, voters=PEERS[:3]), 2)
     assert {peer for kept in few.values() for peer in kept} == set(PEERS[1:3])
 
 

@@ -63,12 +63,8 @@ class Member:
         self.held.fetch(*how, **more)
         return set(self.held.to_load())
 
-    def caught_up(self, **more: Any) -> set[VectorName]:
-        self.held.catch_up([peer_id(0)], **more)
-        return set(self.held.to_load())
-
     def catch_up(self) -> tuple[int, float]:
-        self.held.catch_up(self.held.others())
+        self.held.fetch()
         return self.swarm.versions()[SHARED].round, self.swarm.load(SHARED)[0].item()
 
 
@@ -124,7 +120,7 @@ def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_non
     mine.held.fetch(only=[])
     for silent in peers[1 + answering :]:
         hub.bundles.pop(silent.swarm.peer_id)
-    assert not mine.fetched()
+    assert not mine.fetched(only=["slot-0"])
     version = mine.swarm.versions()["slot-0"]
     assert mine.held.starts() == ({"slot-0": (13, version.digest)} if answering else {})
     assert mine.held.usable() == [SHARED, *(["slot-0"] if answering else [])]
@@ -259,10 +255,10 @@ def test_slots_that_came_without_shared_are_loaded_when_that_comes(hub, monkeypa
     with monkeypatch.context() as slow:
         slow.setattr(late.swarm, "pull", without_shared)
         with pytest.raises(AbsentError):
-            late.held.catch_up([peer_id(0)])
+            late.held.fetch()
     assert late.swarm.load("slot-0")[0] == 13.0, "it is here"
-    assert late.caught_up() == {SHARED, "slot-0"} and late.held.load(VectorName("slot-0"))[0] == 13.0
-    assert not late.caught_up()
+    assert late.fetched() == {SHARED, "slot-0"} and late.held.load(VectorName("slot-0"))[0] == 13.0
+    assert not late.fetched()
 
 
 def test_a_slot_that_did_not_come_once_comes_a_round_later_though_it_has_not_changed(hub):
@@ -285,8 +281,8 @@ def test_a_peer_that_fell_behind_takes_no_more_slots_than_in_any_round(hub):
     late.swarm.publish(9, {f"slot-{slot}": torch.full((3,), 4.0) for slot in range(1, 4)})
     certify(hub, 13, steady.swarm.versions().values())
     late.held.refresh_slots = 2
-    assert late.caught_up(routed={2: 7}) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
-    assert late.caught_up() == {"slot-0", "slot-3"}
+    assert late.fetched(routed={2: 7}) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
+    assert late.fetched() == {"slot-0", "slot-3"}
 
 
 def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(hub):
@@ -323,7 +319,7 @@ def test_a_peer_that_takes_few_slots_takes_those_first_that_are_far_from_the_mod
     loser.swarm.publish(30, {"slot-2": torch.ones(3)})
     loser.swarm.publish(9, {"slot-1": torch.ones(3)})
     loser.held.refresh_slots = 1
-    assert loser.caught_up(routed={}) & {"slot-1", "slot-2"} == {"slot-2"}
+    assert loser.fetched(routed={}) & {"slot-1", "slot-2"} == {"slot-2"}
 
 
 @pytest.fixture
@@ -350,7 +346,7 @@ def test_a_peer_that_adopts_a_slot_does_not_take_the_version_that_it_has_refused
 
 
 def test_a_peer_that_catches_up_does_not_take_the_version_that_it_has_refused(refusing):
-    assert "slot-0" not in refusing.caught_up()
+    assert "slot-0" not in refusing.fetched()
     assert refusing.swarm.versions()["slot-0"].round == 13
 
 

@@ -18,8 +18,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.names import VectorName
-from spes_p2p.training.slots import HeldSlots
+from spes_p2p.swarm.names import SHARED, VectorName
 from tests.unit.model.plain import NF4
 
 FEW_BITS = CodecConfig(shared="int4", slots="int4", moments="int8")
@@ -65,9 +64,9 @@ class Alive:
         )
 
 
-def kept_by(peer: VirtualPeer) -> set[str]:
+def replicated_by(peer: VirtualPeer) -> set[str]:
     """The slots that a peer replicates after the last round."""
-    return {f"slot-{slot}" for slot in peer.sync.held.keeps}
+    return {f"slot-{slot}" for slot in peer.sync.held.replicates}
 
 
 @pytest.mark.parametrize("storage", FORMS)
@@ -80,7 +79,7 @@ def test_peers_that_do_not_hold_a_slot_have_its_kept_form_alone(storage: str) ->
         versions = peer.swarm.versions()
         masters = {VectorName.of_slot(slot) for slot in peer.slots}
         assert len(peer.slots) < 4
-        assert {name for name in SLOTS if name in versions} == masters | kept_by(peer)
+        assert {name for name in SLOTS if name in versions} == masters | replicated_by(peer)
         for name in SLOTS:
             assert versions[name.kept].digest == states[name.slot].kept
             if name in versions:
@@ -174,7 +173,8 @@ def lie(peer: VirtualPeer) -> None:
     """Let the kept forms that a peer makes follow from other weights than it has."""
     form = peer.anchors.form
     assert form is not None
-    peer.anchors.kept_form = lambda name, bundle: form.encode(torch.full((form.numel,), 1e-3))  # type: ignore[method-assign]
+    false = form.encode(torch.full((form.numel,), 1e-3))
+    peer.anchors.kept_form = lambda name, bundle: bundle if name == SHARED else false  # type: ignore[method-assign]
 
 
 def test_replicas_refuse_by_name_a_kept_form_that_does_not_follow_from_the_weights(
@@ -211,9 +211,9 @@ def test_a_replica_keeps_the_certified_master_of_a_slot_that_a_round_left_as_it_
     """Its holder may be gone; the new replica fetches the master only once the slot changes."""
     alive = Alive(run_of("int8"), [2, 1, 1])
     alive.live()
-    peer, name = next((peer, name) for peer in alive.peers for name in sorted(kept_by(peer)))
+    peer, name = next((peer, name) for peer in alive.peers for name in sorted(replicated_by(peer)))
     held = peer.sync.held
-    monkeypatch.setattr(HeldSlots, "keeps", ())
+    held.replicates = ()
     held._drop_masters()
     assert name in peer.swarm.versions()
     monkeypatch.setattr(held, "is_certified", lambda name: False)

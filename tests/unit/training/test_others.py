@@ -123,7 +123,7 @@ def test_a_peer_that_is_expected_makes_a_step_for_a_round_that_has_just_ended(is
 
 def test_versions_of_a_later_round_than_the_certified_one_are_not_taken():
     late, _ = newcomer_beside_liars(5)
-    late.held.catch_up(late.held.others())
+    late.held.fetch()
     assert late.swarm.versions()[SHARED].round == 6
 
 
@@ -137,5 +137,5 @@ class Unreachable(MemorySwarm):
 def test_a_peer_that_cannot_fetch_the_others_state_goes_on_with_its_own():
     """They may be gone for good, and it may be the last that has the model."""
     late, _ = newcomer_beside_liars(5, Unreachable)
-    opening.catch_up(late.sync)
+    opening.try_to_fetch(late.sync)
     assert not late.held.to_load() and late.sync.round == 5

@@ -215,7 +215,7 @@ def test_a_peer_whose_branch_was_given_up_catches_up_though_the_other_is_no_long
     bodies[-1] = bodies[-1].model_copy(update={"shared": digest(b"of the other branch")})
     assert peer.swarm.last().round == peer.sync.round and peer.sync.held.is_astray
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer_id(0), peer_id(1)})
-    monkeypatch.setattr(opening, "catch_up", lambda sync, routed: caught_up.append(routed))
+    monkeypatch.setattr(opening, "try_to_fetch", lambda sync, routed: caught_up.append(routed))
     monkeypatch.setattr(opening, "rejoin", lambda *_: None)
     monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: pytest.fail("it has nothing to average"))
     peer.loop._one_round(IDLE)
@@ -307,7 +307,7 @@ def test_a_lone_peer_that_lacks_its_own_certified_version_goes_on_from_the_one_b
     lost = last.model_copy(update={"round": last.round + 1, "previous": last.digest, "shared": "f" * 64})
     monkeypatch.setattr(peer.swarm, "last", lambda: lost)
     monkeypatch.setattr(sync.held, "others", list)
-    sync.held.lost = frozenset({SHARED})
+    sync.held.lost = {SHARED}
     assert sync.held.model_round() == (lost if goes_on else last).round
     # Made again, it has another result, as on another device.
     monkeypatch.setattr(peer.swarm, "decide", lambda *_: lost)
