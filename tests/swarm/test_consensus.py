@@ -170,7 +170,7 @@ def test_a_peer_that_waits_for_the_others_can_say_so(three, monkeypatch):
     waited = threading.Event()
     consensus, last = three[0].consensus, three[0].consensus.last()
     with ThreadPoolExecutor(1) as pool:
-        alone = pool.submit(consensus.decide, last, 0, (), time.time(), "", {}, on_wait=waited.set)
+        alone = pool.submit(consensus.decide, last, 0, (), time.time(), {}, on_wait=waited.set)
         assert waited.wait(SECONDS) and not alone.done()
         decide(three[1:])
         alone.result(SECONDS)  # of the certificate, or of another attempt, where this peer had to propose
