@@ -79,7 +79,8 @@ def learn(trainer: Trainer) -> list[float]:
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    vectors = {name: trainer.vector(name) for name in (SHARED, *map(VectorName.of_slot, trainer.slots))}
+    # Each rank reads for itself: the leader no longer leads.
+    vectors = {name: trainer.layouts[name.kind].flatten(trainer._parameters(name)) for name in trainer.names}
     for slot in set(range(MODEL.num_experts)) - set(trainer.slots):
         vectors[f"frozen-{slot}"] = trainer.layouts["slot"].flatten(trainer.model.slot_weights(slot))
     return {**vectors, **trainer.optimizer.state_tensors()}
