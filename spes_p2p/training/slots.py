@@ -355,7 +355,7 @@ class HeldSlots:
         for name in set(self._anchors.names) - set(masters):
             self._anchors.forget(name)
         for name in masters:
-            if name in came or name not in self._anchors.names:
+            if name in self.unloaded or name not in self._anchors.names:
                 self._anchors.set(name, self._swarm.mapped(name))
         self._drop_masters()
 

@@ -71,10 +71,8 @@ class Exchange:
             except ExchangeError as error:
                 log.debug("no inventory of %s: it %s", peer[-6:], error)
                 continue
-            is_refused = self._store.refused.refuses
-            found[peer] = {
-                name: each for name, each in versions.items() if not is_refused(each)
-            }  # guard: refused-inventory
+            bad = self._store.refused.refuses
+            found[peer] = {name: each for name, each in versions.items() if not bad(each)}  # guard: refused-inventory
         return found
 
     def documents(self, name: Document, peers: Sequence[str], seconds: float = ASK_SECONDS) -> dict[str, bytes]:
