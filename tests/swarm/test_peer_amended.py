@@ -67,9 +67,9 @@ def test_peers_and_a_monitor_adopt_a_revision_in_one_round_and_a_finished_run_go
     monitor = world.start("monitor", "m", "--initial-peers", world.address(), "--console", "plain")
     a.wait_for("round 2: 2 peers", SECONDS)
 
-    world.amend("--run.round.total", "12", "--run.train.lr", "5e-3")
-    assert "round.total: 40 -> 12" in capsys.readouterr().out
-    in_force = "revision 1 of the run's settings is in force: round.total 40 -> 12, train.lr 0.01 -> 0.005"
+    world.amend("--run.round.total", "16", "--run.train.lr", "5e-3")
+    assert "round.total: 40 -> 16" in capsys.readouterr().out
+    in_force = "revision 1 of the run's settings is in force: round.total 40 -> 16, train.lr 0.01 -> 0.005"
     for peer in (a, b, monitor):
         peer.wait_for(in_force, SECONDS)
     assert b.end(SECONDS).code == 0, b.stderr()
@@ -77,20 +77,20 @@ def test_peers_and_a_monitor_adopt_a_revision_in_one_round_and_a_finished_run_go
     assert a.end(SECONDS).code == 0, a.stderr()
     for name in "ab":
         body = last_certificate(tmp_path / name)
-        assert body is not None and body.round == 12 and body.revision.number == 1
+        assert body is not None and body.round == 16 and body.revision.number == 1
     events = [json.loads(line) for line in (tmp_path / "m" / "metrics.jsonl").read_text().splitlines()]
-    assert [event["total_rounds"] for event in events if event["kind"] in ("run", "amendment")] == [40, 12]
+    assert [event["total_rounds"] for event in events if event["kind"] in ("run", "amendment")] == [40, 16]
 
-    with pytest.raises(ConfigError, match="round 12 is committed; set it to 13 or more"):
-        world.amend("--run.round.total", "11")
-    wrong = world.start("peer", "a", "--resume", "--run.round.total", "14")
+    with pytest.raises(ConfigError, match="round 16 is committed; set it to 17 or more"):
+        world.amend("--run.round.total", "15")
+    wrong = world.start("peer", "a", "--resume", "--run.round.total", "18")
     assert wrong.end(SECONDS).code == 2 and "spes amend" in wrong.stderr()
-    world.amend("--run.round.total", "14")
+    world.amend("--run.round.total", "18")
     a = world.start("peer", "a", "--resume", "--config", settings, "--seed-seconds", "0")
     a.wait_for("others join with", SECONDS)
     b = world.start("peer", "b", "--resume", "--initial-peers", world.address(), "--seed-seconds", "0")
     for peer in (a, b):
         assert peer.end(SECONDS).code == 0, peer.stderr()
-        assert any("revision 2 of the run's settings is in force: round.total 12 -> 14" in line for line in peer.lines)
+        assert any("revision 2 of the run's settings is in force: round.total 16 -> 18" in line for line in peer.lines)
     body = last_certificate(tmp_path / "b")
-    assert body is not None and body.round == 14 and body.revision.number == 2
+    assert body is not None and body.round == 18 and body.revision.number == 2

@@ -287,9 +287,9 @@ def test_a_fetch_goes_on_with_the_blocks_of_a_process_that_was_killed(tmp_path):
 
 
 def test_blocks_of_a_version_on_its_way_are_passed_on(tmp_path):
-    """A slow holder sends about one copy to three peers, which have the rest from each other."""
+    """A slow holder sends less than two copies and a bit to three peers, which have the rest from each other."""
     data = draw(12 * BLOCK_BYTES)
-    holder = Peer(tmp_path / "holder", data, uplink_mbit=100.0)
+    holder = Peer(tmp_path / "holder", data, uplink_mbit=50.0)
     pullers = {name: Peer(tmp_path / name) for name in ("one", "two", "three")}
 
     async def fetch_all():
