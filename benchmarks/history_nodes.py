@@ -37,6 +37,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.decision import Decider
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.votes import Ballot, Rules
 
 NUM_SLOTS = 4
@@ -284,7 +285,7 @@ class Node:
         is_whole = not links & self.world.cut and all(self.world.nodes[peer].is_up for peer in reducers)
         mine = next(member for member in members if member.peer_id == self.peer_id)
         mean = self.mean(roster_digest(members))
-        digests = {"shared": mean} | {f"slot-{slot}": hashed(mean, slot) for slot in mine.slots}
+        digests = {SHARED: mean} | {VectorName.of_slot(slot): hashed(mean, slot) for slot in mine.slots}
         ends_at = self.world.now + TRAIN_SECONDS
         self.decider.averaged(attempt, members, ends_at, digests if is_whole else {})
 

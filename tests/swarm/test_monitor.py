@@ -28,8 +28,9 @@ from spes_p2p.monitor.uploads import MANIFEST_FILE, StoredCheckpoints
 from spes_p2p.peer.restart import LEAST_SECONDS
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.certificate import Body, MemberEntry
+from spes_p2p.swarm.exchange.versions import MANIFEST, TOKENIZER
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import Manifest, publish_manifest
+from spes_p2p.swarm.manifest import Manifest, declare_manifest
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
@@ -121,21 +122,24 @@ def text(tmp_path: Path) -> Path:
 def swarm_of(tmp_path: Path, num_peers: int, total: int) -> Iterator[tuple[list[Peer], Manifest, object]]:
     tokenizer = train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
     document = tokenizer_bytes(tokenizer)
+    founder = Identity(tmp_path / "peer-0" / "identity")
     manifest = Manifest(
         run_id="watched",
-        founder=Identity(tmp_path / "peer-0" / "identity").peer_id,
+        founder=founder.peer_id,
         software="test",
         config=run_config(total),
         vocab_size=len(tokenizer),
         tokenizer_digest=digest(document),
         tokenizer_bytes=len(document),
-    )
+    ).sign(founder)
     peers: list[Peer] = []
     try:
         for index in range(num_peers):
             first = peers[0].node.addresses() if peers else []
             peers.append(Peer(tmp_path / f"peer-{index}", manifest, first))
-        publish_manifest(peers[0].swarm, manifest, document)
+        peers[0].swarm.keep_document(MANIFEST, manifest.encode(), manifest.founded_at)
+        peers[0].swarm.keep_document(TOKENIZER, document)
+        declare_manifest(peers[0].swarm, manifest)
         yield peers, manifest, tokenizer
     finally:
         for peer in peers:

@@ -330,7 +330,7 @@ def test_a_peer_of_another_run_of_the_same_name_is_refused_and_keeps_what_it_had
 def test_a_peer_resumed_under_another_runs_name_is_refused_and_keeps_what_it_had(world: World) -> None:
     before = files_of(world.folder / "ended")
     ended = world.start("--resume", "--run-id", "other", output=world.folder / "ended").end(SECONDS)
-    assert_refused(ended, "run live", "--run-id")
+    assert_refused(ended, "run 'live'", "--run-id")
     assert files_of(world.folder / "ended") == before
 
 
@@ -348,7 +348,7 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(world: World) -> None:
     (checkpoint / "round-1-step-5" / "state.json").write_text('{"round": 1, "slots": [')
     ended = world.start("--resume", "--run-id", "live", "--text", world.corpus).end(SECONDS)
     assert ended.code == 2
-    assert ended.stderr.splitlines()[-1].startswith("error: checkpoint ")
+    assert ended.stderr.splitlines()[-1].startswith(f"error: no checkpoint in {checkpoint} is whole")
     assert f"delete {checkpoint}" in ended.stderr
 
 

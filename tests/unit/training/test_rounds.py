@@ -275,12 +275,12 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
     peer.loop._one_round(Trained({}, 64, 100.0, 1.0))
     round = peer.sync.round + 1
-    monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "no peer has it"))
+    monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "their disk is full"))
     peer.sync.held._pull({slot: (1, "0" * 64) for slot in slots}, ["peer"])
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"round {round}: dropped shared, slot-0, slot-1: lost a peer",
         f"round {round}: dropped slot-2: NaN",
-        "could not fetch slot-0, slot-1, slot-2: no peer has it",
+        "could not fetch slot-0, slot-1, slot-2: their disk is full",
     ]
 
 
