@@ -375,13 +375,15 @@ class Revisions:
             self._ask(newer)
 
     def _keep(self, revision: Manifest) -> None:
+        is_newest = revision.revision > self._newest().number
         self._known[revision.digest] = revision
-        self.swarm.keep_document(REVISION, revision.encode(), revision.revision)
+        if is_newest:  # what a store is given last is its newest, and deletes later ones
+            self.swarm.keep_document(REVISION, revision.encode(), revision.revision)
 
-    def _ask(self, peers: Sequence[str]) -> None:
-        """Keep the revisions of this founding that some of these peers serve."""
+    def _ask(self, peers: Sequence[str], number: int | None = None) -> None:
+        """Keep the revisions of this founding that some of these peers serve: their newest, or that of a number."""
         asked = random.sample(peers, min(len(peers), REVISION_PEERS))
-        for document in self.swarm.exchange.documents(REVISION, asked, REVISION_SECONDS).values():
+        for document in self.swarm.exchange.documents(REVISION, asked, REVISION_SECONDS, number=number).values():
             with contextlib.suppress(JoinError):
                 found = revised(document, self._manifest)
                 if found.digest not in self._known:
@@ -391,7 +393,7 @@ class Revisions:
         """Return a revision's settings, fetched if need be; warn and return None if they cannot follow those in force,
         or are too late after a last body."""
         try:
-            new = self._revision(revision.digest).config
+            new = self._revision(revision).config
             check_changes(self.run, new)
             if last is not None:
                 check_moment(self.run, new, last)
@@ -402,12 +404,13 @@ class Revisions:
             return None
         return new
 
-    def _revision(self, digest: str) -> Manifest:
-        if digest not in self._known:
-            self._ask([peer for peer in self.swarm.read(ManifestRecord) if peer != self.swarm.peer_id])
-        if digest not in self._known:
+    def _revision(self, revision: Revision) -> Manifest:
+        if revision.digest not in self._known:
+            others = [peer for peer in self.swarm.read(ManifestRecord) if peer != self.swarm.peer_id]
+            self._ask(others, revision.number)
+        if revision.digest not in self._known:
             raise ExchangeError("no peer asked has sent it; asking again each round")
-        return self._known[digest]
+        return self._known[revision.digest]
 
 
 def read_revision(file: Path, manifest: Manifest) -> Manifest | None:

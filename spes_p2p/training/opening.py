@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spes_p2p.errors import AbsentError
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.slots import HeldSlots, active_of
 from spes_p2p.training.synchroniser import POLL_SECONDS, PUNCTUAL, Synchroniser
 
@@ -45,9 +46,9 @@ def enter(sync: Synchroniser, initial: Initial | None) -> None:
         _publish_initial(held, names, initial)
     _fetch(sync)
     _publish_initial(held, names, initial)
-    sync.round = held.model_round()
     held.rebalance()
-    held.fetch()
+    _fetch(sync)
+    sync.round = held.model_round()
     log.info("entered the run at round %d: fetched %.1f MB", sync.round, (swarm.traffic()[0] - received) / 1e6)
     sync.announce(0.0)
     sync.expected_since = swarm.now()
@@ -137,10 +138,16 @@ def rejoin(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> float
     return None
 
 
-def try_to_fetch(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> None:
-    """Take over the swarm's state; nothing changes if `shared` cannot be fetched."""
+def try_to_fetch(sync: Synchroniser, routed: Mapping[int, int] | None = None, roster: Roster | None = None) -> None:
+    """Take over the swarm's state; nothing changes if `shared` cannot be fetched.
+
+    Args:
+        sync: This peer's.
+        routed: As `HeldSlots.fetch` takes it.
+        roster: Likewise.
+    """
     try:
-        sync.held.fetch(routed=routed)
+        sync.held.fetch(roster, routed)
     except AbsentError as error:
         log.warning("round %d: %s", sync.round + 1, error, extra={"heals": True})
         return

@@ -75,9 +75,11 @@ class Exchange:
             found[peer] = {name: each for name, each in versions.items() if not bad(each)}  # guard: refused-inventory
         return found
 
-    def documents(self, name: Document, peers: Sequence[str], seconds: float = ASK_SECONDS) -> dict[str, bytes]:
-        """Return each peer's newest document of a name; silent peers, and those without one, are left out."""
-        return self._ask(peers, Question(document=name), MAX_DOCUMENT_BYTES, seconds)
+    def documents(
+        self, name: Document, peers: Sequence[str], seconds: float = ASK_SECONDS, *, number: int | None = None
+    ) -> dict[str, bytes]:
+        """Return each peer's newest document of a name, or the one of a number; those that send none are left out."""
+        return self._ask(peers, Question(document=name, number=number), MAX_DOCUMENT_BYTES, seconds)
 
     def _ask(self, peers: Sequence[str], question: Question, most: int, seconds: float) -> dict[str, bytes]:
         service = self.service("ask")
@@ -123,7 +125,10 @@ class Exchange:
         except TimeoutError:
             # A fetch keeps its deadline; only a machine that stood still is late for it.
             reasons = [f"not here after {timeout:.0f} s, in which this machine may have stood still"] * len(lacking)
-        return failures | {version.name: why for version, why in zip(lacking, reasons, strict=True) if why}
+        absent = {each.name: why for each, why in zip(lacking, reasons, strict=True) if why}
+        # One may have come in the last moment, or from another source after the disk had been full for a while.
+        came = {each.name for each in lacking if self._store.find(each.name, each.digest) is not None}
+        return failures | {name: why for name, why in absent.items() if name not in came}
 
     async def _fetch(self, wanted: Sequence[Version], peers: Sequence[str], timeout: float) -> list[str]:
         files = [self._store.begin(version) for version in wanted]

@@ -11,6 +11,7 @@ from spes_p2p.codecs.vectors import HASH_BYTES
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.p2p.channel import Message
+from spes_p2p.swarm.records import Count
 
 MAX_VERSIONS = 4200
 """Versions of an inventory and of a WANT message: the vectors of the largest model, and documents."""
@@ -23,6 +24,8 @@ class Question(Message):
     """Asks for a document as it is, or for an `Inventory`."""
 
     document: Document | None = None
+    number: Count | None = None
+    """Of a revision; without it, the newest is sent."""
 
 
 class Inventory(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Collection
 
@@ -69,9 +70,10 @@ class Server:
 
     async def answer(self, channel: Channel, peer: str) -> None:
         """Send a document, or an inventory, to a peer that asks for it."""
-        document = Question.parse(await channel.receive_text()).document
-        if document is not None:
-            return await channel.send_last(await asyncio.to_thread(self._store.read, document))
+        asked = Question.parse(await channel.receive_text())
+        if asked.document is not None:
+            read = functools.partial(self._store.read, asked.document, round=asked.number)
+            return await channel.send_last(await asyncio.to_thread(read))
         await channel.send_last(Inventory(versions=tuple(self._store.newest().values())).model_dump_json())
 
     async def serve(self, channel: Channel, peer: str) -> None:

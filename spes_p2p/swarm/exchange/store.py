@@ -7,6 +7,7 @@ them, and the last copy of a dead peer's expert survives on each peer that has p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import shutil
 import threading
@@ -120,8 +121,12 @@ class VersionStore:
 
     def _forget(self, version: Version) -> None:
         self.path(version).unlink(missing_ok=True)
-        if self._by_digest.get(version.digest) == version:  # else a version of another round has the same bytes
-            del self._by_digest[version.digest]
+        everything = itertools.chain.from_iterable(self._versions.values())
+        same = next((each for each in everything if each.digest == version.digest), None)
+        if same is not None:  # of another round, or of another slot that began alike
+            self._by_digest[version.digest] = same
+        else:
+            self._by_digest.pop(version.digest, None)
             self._hashes.pop(version.digest, None)
 
     # ------------------------------------------------------------------ blocks
@@ -208,13 +213,13 @@ class VersionStore:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, name: str, *, before: bool = False) -> bytes:
-        """Return the verified bytes of the newest version of a name, or of the one before it.
+    def read(self, name: str, *, before: bool = False, round: int | None = None) -> bytes:
+        """Return the verified bytes of the newest version of a name, of the one before it, or of a round's.
 
         Raises:
             ExchangeError: there is none, or its file is damaged.
         """
-        version = self._wanted(name, before)
+        version = self._wanted(name, before, round)
         try:
             data = self.path(version).read_bytes()
         except OSError as error:
@@ -222,11 +227,12 @@ class VersionStore:
         self._check(version, digest_of(block_hashes(data)))
         return data
 
-    def _wanted(self, name: str, before: bool) -> Version:
+    def _wanted(self, name: str, before: bool, round: int | None = None) -> Version:
         with self._lock:
-            kept = self._versions.get(name, [])[before:]
+            kept = [each for each in self._versions.get(name, []) if round in (None, each.round)][before:]
         if not kept:
-            raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
+            what = " before its newest" if before else "" if round is None else f" of round {round}"
+            raise ExchangeError(f"this peer has no version of {name}{what}")
         return kept[0]
 
     def _check(self, version: Version, found: str) -> None:

@@ -240,6 +240,7 @@ class ScriptedSwarm:
         self.body = last
         self.stored: list[bytes] = []
         self.elsewhere: Signed | None = None
+        self.older: Signed | None = None
         self.holder, self.declared = PEERS[1], 0
         self.stated: list[Revision] = []
         self.announced: list[int] = []
@@ -265,8 +266,9 @@ class ScriptedSwarm:
             raise ExchangeError("this peer has no such version")
         return self.stored[-1 - before]
 
-    def _documents(self, name: str, peers: list[str], seconds: float) -> dict[str, bytes]:
-        return {peer: self.elsewhere.document for peer in peers if self.elsewhere is not None}
+    def _documents(self, name: str, peers: list[str], seconds: float, *, number: int | None) -> dict[str, bytes]:
+        found = self.older if self.older is not None and number == self.older.number else self.elsewhere
+        return {peer: found.document for peer in peers if found is not None}
 
 
 def test_a_revision_is_in_force_once_a_certificate_names_it_and_not_before(longer, manifest, tmp_path, caplog) -> None:
@@ -294,6 +296,17 @@ def test_a_peer_that_cannot_fetch_it_keeps_the_old_settings_and_asks_again_each_
     assert caplog.text.count("revision 1 of the run's settings changes nothing here: no peer asked") == 1
     swarm.elsewhere = longer
     assert newcomer.look() == longer.run
+
+
+def test_a_newcomer_is_sent_the_revision_in_force_while_a_newer_one_waits_and_keeps_the_newer(longer, manifest) -> None:
+    swarm = ScriptedSwarm(at_round(5))
+    newer = dataclasses.replace(longer, run=settings(round={"total": 30}), number=2)
+    swarm.elsewhere, swarm.older, swarm.declared = newer, longer, 2
+    newcomer = Revisions(swarm, manifest)
+    assert newcomer.look() is None and swarm.stored == [newer.document]
+    swarm.body = at_round(6, revision=longer.named)
+    assert newcomer.look() == longer.run
+    assert swarm.stored == [newer.document], "a store deletes what is later than what it is given"
 
 
 @pytest.mark.parametrize("holder", [PEERS[1], PEERS[50]], ids=["voter", "stranger"])

@@ -196,6 +196,32 @@ def test_concurrent_adds_lose_nothing(tmp_path, make):
     assert VersionStore(tmp_path).newest() == {f"slot-{slot}": made[-1][0] for slot, made in rounds.items()}
 
 
+def test_slots_that_begin_alike_are_served_though_one_of_them_has_gone_on(tmp_path, make):
+    """Every expert of an upcycled model begins as the dense model's."""
+    store, data = VersionStore(tmp_path), bytes(to_bytes(torch.randn(9)))
+    store.add({name: make(name, 0, data) for name in ("slot-0", "slot-1")})
+    digest = store.find("slot-0").digest
+    for round in range(1, KEEP_PER_NAME + 1):
+        store.add({"slot-1": make("slot-1", round)})
+    assert store.find("slot-1", digest) is None and store.have(digest) == encode_have(ALL)
+    assert store.read_part(digest, 0) == data
+    store.delete(store.find("slot-0"))
+    assert store.read_part(digest, 0) is None
+
+
+def test_a_document_is_read_by_its_number(tmp_path, make):
+    store = VersionStore(tmp_path)
+    documents = [make("revision", number) for number in (1, 2)]
+    for document in documents:
+        store.add({"revision": document})
+    assert [store.read("revision", round=number) for number in (1, 2, None)] == [
+        *(d[1] for d in documents),
+        documents[1][1],
+    ]
+    with pytest.raises(ExchangeError, match="of round 3"):
+        store.read("revision", round=3)
+
+
 def test_a_version_is_found_by_its_digest(tmp_path, make):
     store, (first, second) = VersionStore(tmp_path), (make("slot-1", round) for round in (1, 2))
     for each in (first, second):
