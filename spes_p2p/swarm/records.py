@@ -179,7 +179,7 @@ class Metrics(Record):
     averaging_seconds: Seconds
     exchange_seconds: Seconds
     other_seconds: Seconds
-    """Rest of the round's wall time: outer step, publishing, claims, checkpoint."""
+    """Rest of the round's wall time: outer step, waiting for the certificate, loss gate, checkpoint."""
     bytes_in: Count
     bytes_out: Count
     stale_rounds: Count = 0
