@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -26,7 +27,8 @@ from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
 
 RESULTS = ROOT / "benchmarks" / "results" / "core.json"
-SIMULATE = "-m spes_p2p simulate benchmarks/default_model.yaml --output"
+STUDY = ROOT / "benchmarks" / "default_model.yaml"
+"""Of which earlier code has no copy."""
 Part = Literal[
     "house",
     "windows",
@@ -48,7 +50,7 @@ PARTS: dict[Part, str] = {
     "newcomer": "benchmarks/newcomer.py",
     "kills": "benchmarks/elastic.py --only kills --repeats 12",
     "orphans": "benchmarks/elastic.py --only claims",
-    "losses": f"{SIMULATE} runs/default_model",
+    "losses": "-m spes_p2p simulate {study} --output {folder}",
     "links": "benchmarks/network.py --only rounds low_bits",
     "sizes": "benchmarks/network.py --only scaling",
     "joiners": "benchmarks/network.py --only joiners",
@@ -57,7 +59,7 @@ PARTS: dict[Part, str] = {
     "simulator": "benchmarks/simulator_speed.py",
     "plans": "-m spes_p2p plan --config",
 }
-"""The arguments of Python that measure each part."""
+"""The arguments of Python that measure each part; a fresh folder, or a simulation would show its earlier results."""
 TIMED = {"losses", "links", "sizes", "joiners", "processor", "simulator", "plans"}
 """Parts that are measured in the earlier code, too."""
 SHIPPED = (
@@ -161,16 +163,15 @@ def main(config: CoreConfig) -> int:
 def run(part: Part, tree: Path) -> str:
     """Return what a part's command prints in a checkout."""
     python = tree / ".venv" / "bin" / "python"
-    words = [str(python), *PARTS[part].split()]
-    if part == "losses":  # earlier code lacks the study
-        words = [*words[:-3], str(ROOT / "benchmarks" / "default_model.yaml"), *words[-2:]]
-    commands = [[*words, f"configs/{name}.yaml"] for name in SHIPPED] if part == "plans" else [words]
     printed = ""
-    for command in commands:
-        say(f"{part}: {' '.join(command)}")
-        ended = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-        printed += f"{command[-1].removesuffix('.yaml')}\n{ended.stdout}"
-        printed += ended.stderr[-2_000:] if ended.returncode not in (0, 1) else ""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [str(python), *PARTS[part].format(study=STUDY, folder=folder).split()]
+        commands = [[*words, f"configs/{name}.yaml"] for name in SHIPPED] if part == "plans" else [words]
+        for command in commands:
+            say(f"{part}: {' '.join(command)}")
+            ended = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+            printed += f"{command[-1].removesuffix('.yaml')}\n{ended.stdout}"
+            printed += ended.stderr[-2_000:] if ended.returncode not in (0, 1) else ""
     return printed
 
 

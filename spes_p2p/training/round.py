@@ -103,9 +103,7 @@ class TrainingLoop:
         result, staged = replace(result, means={}), {}  # as large as what was trained
         if body is not None and sync.num_committed:
             held.rebalance()  # which slots are this peer's from now on
-            opening.try_to_fetch(
-                sync, trained.routed, result.roster
-            )  # what the last certificate names, and is not here
+            opening.try_to_fetch(sync, trained.routed, result.roster)  # what the certificate names and is not here
             ends_at: float | None = body.ends_at
         else:
             ends_at = self._go_on(trained, body)

@@ -125,10 +125,11 @@ class Exchange:
         except TimeoutError:
             # A fetch keeps its deadline; only a machine that stood still is late for it.
             reasons = [f"not here after {timeout:.0f} s, in which this machine may have stood still"] * len(lacking)
-        absent = {each.name: why for each, why in zip(lacking, reasons, strict=True) if why}
-        # One may have come in the last moment, or from another source after the disk had been full for a while.
-        came = {each.name for each in lacking if self._store.find(each.name, each.digest) is not None}
-        return failures | {name: why for name, why in absent.items() if name not in came}
+        for version, why in zip(lacking, reasons, strict=True):
+            # It may have come in the last moment, or from another source after the disk had been full for a while.
+            if why and self._store.find(version.name, version.digest) is None:
+                failures[version.name] = why
+        return failures
 
     async def _fetch(self, wanted: Sequence[Version], peers: Sequence[str], timeout: float) -> list[str]:
         files = [self._store.begin(version) for version in wanted]
