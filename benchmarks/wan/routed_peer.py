@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import time
@@ -10,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from benchmarks.routers import Router
 from benchmarks.testbed import Place, TestBed
@@ -41,7 +39,7 @@ class RoutedPeer:
         self.links = Links(self.node)
         if not self.node.client_mode:
             Introducer(self.node)
-        self.node.run(self.node.p2p.add_binary_stream_handler(SERVICE, self._take), CALL_SECONDS)
+        self.node.run(self.node.serve(SERVICE, CALL_SECONDS, self._take), CALL_SECONDS)
 
     def introduce(self) -> tuple[str, list[str]]:
         """Return this peer's id and addresses."""
@@ -84,7 +82,7 @@ class RoutedPeer:
         return sum(map(bool, answers))
 
     async def _ask(self, peer: str, service: str, text: str) -> bytes:
-        channel = await Channel.open(self.node, peer, f"{RUN_ID}::{service}", CALL_SECONDS)
+        channel = await self.node.open(peer, f"{RUN_ID}::{service}", CALL_SECONDS)
         with contextlib.closing(channel):
             await channel.send_text(text)
             try:
@@ -97,7 +95,7 @@ class RoutedPeer:
         return self.node.run(self._send(peer, num_bytes), CALL_SECONDS)
 
     async def _send(self, peer: str, num_bytes: int) -> float:
-        channel = await Channel.open(self.node, peer, SERVICE, CALL_SECONDS)
+        channel = await self.node.open(peer, SERVICE, CALL_SECONDS)
         with contextlib.closing(channel):
             frame, began = bytes(FRAME_BYTES), time.monotonic()
             await channel.send_text(str(num_bytes))
@@ -106,12 +104,10 @@ class RoutedPeer:
             await channel.receive_text()
             return time.monotonic() - began
 
-    async def _take(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer, CALL_SECONDS)
-        with contextlib.closing(channel):
-            for _ in range(int(await channel.receive_text()) // FRAME_BYTES):
-                await channel.receive({DATA: FRAME_BYTES})
-            await channel.send_last("all")
+    async def _take(self, channel: Channel, peer: str) -> None:
+        for _ in range(int(await channel.receive_text()) // FRAME_BYTES):
+            await channel.receive({DATA: FRAME_BYTES})
+        await channel.send_last("all")
 
     def close(self) -> None:
         self.node.close()

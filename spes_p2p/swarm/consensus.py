@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from hivemind.utils.timed_storage import get_dht_time
 from pydantic import Field, ValidationError
 
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, SpesError
@@ -234,7 +232,7 @@ class Consensus:
         self._hold_keys()
         self._service = f"{node.run_id}::{PROTOCOL}.consensus"
         node.p2p.reserve_half_for(lambda peer: not self.last().is_stranger(peer.to_base58()))
-        node.run(node.p2p.add_binary_stream_handler(self._service, self._receive), SEND_SECONDS)
+        node.run(node.serve(self._service, SEND_SECONDS, self._receive), SEND_SECONDS)
         self._thread = threading.Thread(target=self._run, name="consensus", daemon=True)
         self._thread.start()
         self.later(0.0, self._decider.start)
@@ -440,7 +438,7 @@ class Consensus:
     # ------------------------------------------------------------------ the decider's network
 
     def now(self) -> float:
-        return get_dht_time()
+        return self._node.now()
 
     def peers(self) -> Collection[str]:
         return {self.peer_id, *self._peers(), *self.last().voters}
@@ -501,7 +499,7 @@ class Consensus:
     async def _deliver(self, peer: str, data: bytes) -> None:
         try:
             async with asyncio.timeout(SEND_SECONDS):
-                channel = await Channel.open(self._node, peer, self._service, SEND_SECONDS)
+                channel = await self._node.open(peer, self._service, SEND_SECONDS)
                 with contextlib.closing(channel):
                     await channel.send_last(data)
         except Exception as error:  # noqa: BLE001 - the peer is gone, or runs another version: the message is lost
@@ -511,29 +509,27 @@ class Consensus:
         self._told.pop(peer, None)  # it may lack the keys that this message had
         log.debug("a message to %s was lost: %s", peer[-6:], why)
 
-    async def _receive(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer, channel = info.peer_id.to_base58(), Channel(reader, writer, SEND_SECONDS)
-        with contextlib.closing(channel):
-            if self._receiving[peer] >= MAX_RECEIVING_EACH:  # guard: few-at-once
-                return
-            self._receiving[peer] += 1
-            try:
-                turns = self._turns[peer in self.last().voters]  # guard: voters-turns
-                async with asyncio.timeout(SEND_SECONDS), contextlib.AsyncExitStack() as turn:
-                    await turn.enter_async_context(turns)
-                    slots, most = len(self._decider.chain.start.slots), MAX_MESSAGE_BYTES
-                    if peer not in self._keys.held:  # whatever it claims  # guard: named-only
-                        most = certificates_bytes(slots) if peer in self._asked else MAX_QUIET_BYTES
-                    envelope = Envelope.unpack(await channel.receive_text(most), most, slots)
-                    message = envelope.message
-                    turn.pop_all()  # guard: bounded-queue
-                    self.later(0.0, partial(self._take_turn, turns, peer, envelope.keys, message))
-            except (SpesError, TimeoutError) as error:
-                log.info("dropped a message of %s: %s", peer[-6:], error)
-            finally:
-                self._receiving[peer] -= 1
-                if not self._receiving[peer]:
-                    del self._receiving[peer]
+    async def _receive(self, channel: Channel, peer: str) -> None:
+        if self._receiving[peer] >= MAX_RECEIVING_EACH:  # guard: few-at-once
+            return
+        self._receiving[peer] += 1
+        try:
+            turns = self._turns[peer in self.last().voters]  # guard: voters-turns
+            async with asyncio.timeout(SEND_SECONDS), contextlib.AsyncExitStack() as turn:
+                await turn.enter_async_context(turns)
+                slots, most = len(self._decider.chain.start.slots), MAX_MESSAGE_BYTES
+                if peer not in self._keys.held:  # whatever it claims  # guard: named-only
+                    most = certificates_bytes(slots) if peer in self._asked else MAX_QUIET_BYTES
+                envelope = Envelope.unpack(await channel.receive_text(most), most, slots)
+                message = envelope.message
+                turn.pop_all()  # guard: bounded-queue
+                self.later(0.0, partial(self._take_turn, turns, peer, envelope.keys, message))
+        except (SpesError, TimeoutError) as error:
+            log.info("dropped a message of %s: %s", peer[-6:], error)
+        finally:
+            self._receiving[peer] -= 1
+            if not self._receiving[peer]:
+                del self._receiving[peer]
 
     def _take_turn(self, turns: asyncio.Semaphore, peer: str, keys: Sequence[str], message: Message) -> None:
         """Take a message, and let the next one be read: so no more wait for the decider than there are turns."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
 from spes_p2p import __version__
@@ -171,7 +170,7 @@ class HivemindSwarm:
     # ------------------------------------------------------------------ records
 
     def now(self) -> float:
-        return get_dht_time()
+        return self.node.now()
 
     @property
     def consensus(self) -> Consensus:

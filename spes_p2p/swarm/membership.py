@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hivemind.utils.timed_storage import get_dht_time
-
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.p2p.node import Node
@@ -100,7 +98,7 @@ class Membership:
     def _admitted(self, kind: type[Record], records: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.guests is None or kind is not Claim:
             return records
-        refused = self.guests.refusals({peer: claim.invite for peer, claim in records.items()}, get_dht_time())
+        refused = self.guests.refusals({peer: claim.invite for peer, claim in records.items()}, self._node.now())
         for peer in sorted(refused.keys() - self._refused):
             log.warning("this run is closed: %s, and is not counted", refused[peer])
             if peer == self._node.peer_id:

@@ -9,7 +9,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import VectorName
-from spes_p2p.swarm.p2p.channel import Channel, listen
+from spes_p2p.swarm.p2p.channel import Channel
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 
@@ -48,7 +48,7 @@ def make_rogue(swarm):
         await exchange.script(channel)
 
     for name in ("fetch", "ask"):
-        swarm.node.run(listen(swarm.node, exchange.service(name), 60.0, answer), 10.0)
+        swarm.node.run(swarm.node.serve(exchange.service(name), 60.0, answer), 10.0)
 
 
 def flat(seed, kind="slot"):

@@ -28,7 +28,7 @@ from spes_p2p.swarm.consensus import (
     Consensus,
     Envelope,
 )
-from spes_p2p.swarm.p2p.channel import TEXT, Channel, DisconnectedError
+from spes_p2p.swarm.p2p.channel import TEXT, DisconnectedError
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.votes import Rules
@@ -122,7 +122,7 @@ def wait_until(condition):
 
 @contextlib.asynccontextmanager
 async def calling(node, peer):
-    channel = await Channel.open(node, peer.peer_id, peer.consensus._service, SECONDS)
+    channel = await node.open(peer.peer_id, peer.consensus._service, SECONDS)
     with contextlib.closing(channel):
         yield channel
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
@@ -19,8 +18,8 @@ from spes_p2p.swarm.exchange.serve import Server
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version, is_document
 from spes_p2p.swarm.names import VectorName
-from spes_p2p.swarm.p2p.channel import Channel, DisconnectedError, ask, listen
-from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.network import Network, ask
+from spes_p2p.swarm.p2p.channel import Channel, DisconnectedError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Exchange:
     """Serves this peer's versions, and pulls others.
 
     Args:
-        node: The peer's host.
+        network: The peer's network.
         store: The versions.
         serve: Serve other peers, from now on.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
@@ -46,19 +45,19 @@ class Exchange:
     """
 
     def __init__(
-        self, node: Node, store: VersionStore, *, serve: bool = True, uplink_mbit: float | None = None
+        self, network: Network, store: VersionStore, *, serve: bool = True, uplink_mbit: float | None = None
     ) -> None:
         self.bytes_in = 0
         self.server = Server(store, uplink_mbit)
         self.formats: Mapping[str, KeptForm] = {}
-        self._node = node
+        self._network = network
         self._store = store
         for service, answer in {"fetch": self.server.serve, "ask": self.server.answer}.items() if serve else ():
-            node.run(listen(node, self.service(service), 3 * CHUNK_SECONDS, answer), ASK_SECONDS)
+            network.run(network.serve(self.service(service), 3 * CHUNK_SECONDS, answer), ASK_SECONDS)
 
     def service(self, name: str) -> str:
         """Return under which name peers of this run offer a service."""
-        return f"{self._node.run_id}::exchange.{name}"
+        return f"{self._network.run_id}::exchange.{name}"
 
     # ------------------------------------------------------------------ what others have
 
@@ -85,11 +84,11 @@ class Exchange:
         service = self.service("ask")
 
         async def ask_all() -> list[bytes | BaseException]:
-            questions = (ask(self._node, peer, service, question, seconds, most) for peer in peers)
+            questions = (ask(self._network, peer, service, question, seconds, most) for peer in peers)
             return await asyncio.gather(*questions, return_exceptions=True)
 
         try:
-            answers = self._node.run(ask_all(), 2 * seconds)
+            answers = self._network.run(ask_all(), 2 * seconds)
         except TimeoutError:
             log.warning("no peer answered in time; this machine may have stood still")
             return {}
@@ -121,7 +120,7 @@ class Exchange:
         if not lacking:
             return failures
         try:
-            reasons = self._node.run(self._fetch(lacking, peers, timeout), timeout + CHUNK_SECONDS)
+            reasons = self._network.run(self._fetch(lacking, peers, timeout), timeout + CHUNK_SECONDS)
         except TimeoutError:
             # A fetch keeps its deadline; only a machine that stood still is late for it.
             reasons = [f"not here after {timeout:.0f} s, in which this machine may have stood still"] * len(lacking)
@@ -133,7 +132,7 @@ class Exchange:
 
     async def _fetch(self, wanted: Sequence[Version], peers: Sequence[str], timeout: float) -> list[str]:
         files = [self._store.begin(version) for version in wanted]
-        others = [peer for peer in peers if peer != self._node.peer_id]
+        others = [peer for peer in peers if peer != self._network.peer_id]
         fetch = Fetch(files, others, connect=self._connect, store=self._store_verified, count=self._count)
         try:
             return await fetch.run(asyncio.get_running_loop().time() + timeout)
@@ -143,11 +142,9 @@ class Exchange:
 
     async def _connect(self, peer: str) -> Channel:
         try:
-            return await Channel.open(self._node, peer, self.service("fetch"), CHUNK_SECONDS)
+            return await self._network.open(peer, self.service("fetch"), CHUNK_SECONDS)
         except TimeoutError as error:
             raise DisconnectedError(f"was not reached in {CHUNK_SECONDS:.0f} s") from error
-        except (P2PDaemonError, OSError, EOFError) as error:
-            raise DisconnectedError(f"cannot be reached: {error}") from error
 
     def _count(self, num_bytes: int) -> None:
         self.bytes_in += num_bytes

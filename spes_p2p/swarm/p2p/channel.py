@@ -10,15 +10,14 @@ import contextlib
 import logging
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Self
 
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from pydantic import ValidationError
 
 from spes_p2p.errors import ExchangeError, SpesError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Strict
 
 log = logging.getLogger(__name__)
@@ -65,17 +64,6 @@ class Channel:
         self.seconds = seconds
         writer.transport.set_write_buffer_limits(high=2 * FRAME_BYTES)
 
-    @classmethod
-    async def open(cls, node: Node, peer: str, service: str, seconds: float) -> Self:
-        """Connect to a peer's service; raise TimeoutError if that takes longer than `seconds`."""
-        dialling = asyncio.ensure_future(node.p2p.call_binary_stream_handler(PeerID.from_base58(peer), service))
-        try:
-            _, reader, writer = await asyncio.wait_for(asyncio.shield(dialling), seconds)
-        except BaseException:
-            dialling.add_done_callback(_hang_up)  # a late stream must leave no socket behind
-            raise
-        return cls(reader, writer, seconds)
-
     async def send(self, kind: bytes, data: bytes | bytearray | memoryview = b"") -> None:
         """Send a message; wait until the operating system accepts it."""
         async with _deadline(self.seconds):
@@ -121,36 +109,39 @@ class Channel:
         self._writer.close()
 
 
-async def ask(
-    node: Node, peer: str, service: str, question: Message, seconds: float, most: int = MAX_TEXT_BYTES
-) -> bytes:
-    """Return a peer's answer of at most so many bytes; raise as `Channel` does, and TimeoutError after `seconds`."""
-    async with asyncio.timeout(seconds):
-        channel = await Channel.open(node, peer, service, seconds)
-        with contextlib.closing(channel):
-            await channel.send_text(question.model_dump_json())
-            return await channel.receive_text(most)
+Answer = Callable[[Channel, str], Awaitable[None]]
+"""Serves one stream: gets its channel, and the id of the peer that has opened it."""
 
 
-async def listen(node: Node, service: str, seconds: float, answer: Callable[[Channel, str], Awaitable[None]]) -> None:
-    """Answer each peer that opens a stream to a service, from now on.
+async def open_stream(p2p: P2P, peer: str, service: str, seconds: float) -> Channel:
+    """Open a stream to a peer's service; raise as `Network.open` does."""
+    dialling = asyncio.ensure_future(p2p.call_binary_stream_handler(PeerID.from_base58(peer), service))
+    try:
+        _, reader, writer = await asyncio.wait_for(asyncio.shield(dialling), seconds)
+    except BaseException as error:
+        dialling.add_done_callback(_hang_up)  # a late stream must leave no socket behind
+        if isinstance(error, P2PDaemonError | OSError | EOFError) and not isinstance(error, TimeoutError):
+            raise DisconnectedError(f"cannot be reached: {error}") from error
+        raise
+    return Channel(reader, writer, seconds)
 
-    Args:
-        node: This peer's host.
-        service: The service's name.
-        seconds: Longest time for a caller to send, or to accept what is sent.
-        answer: Gets the channel and the caller's id.
-    """
+
+async def serve_streams(p2p: P2P, service: str, seconds: float, answer: Answer) -> None:
+    """Answer each stream that a peer opens to a service, as `Network.serve` does."""
 
     async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel, peer = Channel(reader, writer, seconds), info.peer_id.to_base58()
-        with contextlib.closing(channel):
-            try:
-                await answer(channel, peer)
-            except (SpesError, TimeoutError) as error:
-                log.debug("%s stopped answering %s: %s", service, peer[-6:], error)
+        await answer_stream(Channel(reader, writer, seconds), info.peer_id.to_base58(), service, answer)
 
-    await node.p2p.add_binary_stream_handler(service, handle)
+    await p2p.add_binary_stream_handler(service, handle)
+
+
+async def answer_stream(channel: Channel, peer: str, service: str, answer: Answer) -> None:
+    """Answer one stream of a peer, and close it; a failure that the peer may cause ends only this stream."""
+    with contextlib.closing(channel):
+        try:
+            await answer(channel, peer)
+        except (SpesError, TimeoutError) as error:
+            log.debug("%s stopped answering %s: %s", service, peer[-6:], error)
 
 
 @contextlib.asynccontextmanager

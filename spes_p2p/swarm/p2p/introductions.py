@@ -23,7 +23,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spes_p2p.swarm.p2p.channel import Channel, Message, ask, listen
+from spes_p2p.swarm.network import ask
+from spes_p2p.swarm.p2p.channel import Channel, Message
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, dialled, scope_of
 from spes_p2p.swarm.p2p.rate_limit import Allowance
@@ -133,7 +134,7 @@ class Introducer:
         self._asked = Allowance(BURST, PAUSE_SECONDS)
         self._told = Allowance(BURST, PAUSE_SECONDS)
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
-        node.run(listen(node, _service(node), ANSWER_SECONDS, self._answer), ANSWER_SECONDS)
+        node.run(node.serve(_service(node), ANSWER_SECONDS, self._answer), ANSWER_SECONDS)
 
     async def _answer(self, channel: Channel, asker: str) -> None:
         question = _Question.parse(await channel.receive_text())
@@ -184,7 +185,7 @@ class Links:
         self._told_by = Allowance(CALLS, CALL_PAUSE_SECONDS)
         self._backoff = DialBackoff()
         if node.meets_others:
-            node.run(listen(node, _service(node, "told"), ANSWER_SECONDS, self._hear), ANSWER_SECONDS)
+            node.run(node.serve(_service(node, "told"), ANSWER_SECONDS, self._hear), ANSWER_SECONDS)
 
     def seek(self, wanted: Collection[str], introducers: Collection[str]) -> None:
         """Keep links to the run's peers that take no calls, by the help of those that do; call it repeatedly."""
@@ -408,7 +409,7 @@ class DialBack:
         self._node = node
         self._limit = asyncio.Semaphore(MAX_CALLED_BACK)
         service = _service(node, "dialback")
-        node.run(listen(node, service, CALLED_BACK_SECONDS, self._answer), CALLED_BACK_SECONDS)
+        node.run(node.serve(service, CALLED_BACK_SECONDS, self._answer), CALLED_BACK_SECONDS)
 
     async def _answer(self, channel: Channel, asker: str) -> None:
         question = _CallMe.parse(await channel.receive_text())

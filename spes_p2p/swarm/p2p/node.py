@@ -28,6 +28,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, share_memory_without_files
+from spes_p2p.swarm.p2p.channel import Answer, Channel, open_stream, serve_streams
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore, Scope, dialled, scope_of
 from spes_p2p.swarm.records import Record
@@ -339,7 +340,7 @@ def group_by_peer(addresses: Sequence[str]) -> dict[str, list[str]]:
 
 
 class Node:
-    """A libp2p host and DHT node for the records of one run.
+    """A libp2p host and DHT node for the records of one run: the `Network` of a real peer.
 
     Args:
         identity: This peer's key.
@@ -444,6 +445,18 @@ class Node:
         """Schedule a call in the swarm thread; a closed node ignores it."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(listener)
+
+    def now(self) -> float:
+        """Return the DHT time, in seconds since the epoch."""
+        return get_dht_time()
+
+    async def open(self, peer: str, service: str, seconds: float) -> Channel:
+        """Open a stream to a peer's service; see `Network`."""
+        return await open_stream(self.p2p, peer, service, seconds)
+
+    async def serve(self, service: str, seconds: float, answer: Answer) -> None:
+        """Answer each stream that a peer opens to a service; see `Network`."""
+        await serve_streams(self.p2p, service, seconds, answer)
 
     # ------------------------------------------------------------------ addresses
 

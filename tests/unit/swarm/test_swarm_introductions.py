@@ -7,11 +7,10 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from hivemind.p2p import PeerID
 
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.p2p import introductions
-from spes_p2p.swarm.p2p.channel import Channel
+from spes_p2p.swarm.p2p.channel import Channel, answer_stream
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.p2p.introductions import BURST, CALLS, MAX_AT_ONCE, Introducer, Links, seen_at
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, _announced, quic_of
@@ -60,16 +59,15 @@ class Node:
     def initial_peers(self) -> list[str]:
         return []
 
-    async def add_binary_stream_handler(self, name, handler) -> None:
-        self.handlers[name] = handler
+    async def serve(self, service, seconds, answer) -> None:
+        self.handlers[service] = answer
 
-    async def call_binary_stream_handler(self, peer: PeerID, name: str):
+    async def open(self, peer: str, service: str, seconds: float) -> Channel:
         ours, theirs = socket.socketpair()
-        handler = self.network.nodes[peer.to_base58()].handlers[name]
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        info = SimpleNamespace(peer_id=PeerID.from_base58(self.peer_id))
-        self.task = asyncio.create_task(handler(info, reader, writer))
-        return info, *await asyncio.open_connection(sock=ours)
+        answer = self.network.nodes[peer].handlers[service]
+        channel = Channel(*await asyncio.open_connection(sock=theirs), seconds)
+        self.task = asyncio.create_task(answer_stream(channel, self.peer_id, service, answer))
+        return Channel(*await asyncio.open_connection(sock=ours), seconds)
 
     async def connected_from(self) -> dict[str, list[str]]:
         others = self.network.nodes.items()
@@ -83,7 +81,7 @@ class Node:
 async def ask(node: Node, question: str, service: str = "introduce") -> bytes:
     """Ask the introducer, or tell a peer, something; return its answer, or nothing if it hangs up."""
     peer = INTRODUCER if service == "introduce" else TARGET
-    channel = await Channel.open(node, peer, f"run::{service}", 30.0)
+    channel = await node.open(peer, f"run::{service}", 30.0)
     try:
         await channel.send_text(question)
         return await channel.receive_text()
