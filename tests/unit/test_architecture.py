@@ -51,7 +51,7 @@ MAX_ENTRY_LINES = 30
 
 # Calls that only define something.
 DEFINING_CALLS = {
-    *("getLogger", "get_logger", "TypeVar", "ParamSpec", "NewType", "namedtuple", "NamedTuple"),
+    *("getLogger", "get_logger", "TypeVar", "ParamSpec", "ContextVar", "NewType", "namedtuple", "NamedTuple"),
     *("Field", "ConfigDict", "StringConstraints", "TypeAdapter"),
     *("AfterValidator", "BeforeValidator", "PlainValidator", "WrapValidator"),
     *(

@@ -28,7 +28,7 @@ MAX_TEXT_BYTES = 2**13
 """Most bytes of a message of JSON, unless its receiver expects more."""
 TEXT = b"t"
 """Kind of a message of JSON."""
-_HEADER = struct.Struct("!cI")
+HEADER = struct.Struct("!cI")
 
 
 class Message(Strict):
@@ -66,10 +66,10 @@ class Channel:
 
     async def send(self, kind: bytes, data: bytes | bytearray | memoryview = b"") -> None:
         """Send a message; wait until the operating system accepts it."""
-        async with _deadline(self.seconds):
+        async with deadline(self.seconds):
             if self._writer.transport.is_closing():  # uvloop would report a bug
                 raise DisconnectedError("hung up")
-            self._writer.write(_HEADER.pack(kind, len(data)))
+            self._writer.write(HEADER.pack(kind, len(data)))
             if data:
                 self._writer.write(data)
             await self._writer.drain()
@@ -81,7 +81,7 @@ class Channel:
     async def send_last(self, text: str | bytes) -> None:
         """Send JSON, and wait until the peer hangs up: a stream that its sender closes may lose its last bytes."""
         await self.send_text(text)
-        async with _deadline(self.seconds):
+        async with deadline(self.seconds):
             await self._reader.read(1)
 
     async def receive(self, most: Mapping[bytes, int]) -> tuple[bytes, bytes]:
@@ -93,11 +93,9 @@ class Channel:
         Raises:
             ExchangeError: it is of another kind, or longer.
         """
-        async with _deadline(self.seconds):
-            kind, num_bytes = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-            if num_bytes > most.get(kind, -1):  # guard: exchange-message
-                allowed = f"in place of at most {most[kind]}" if kind in most else "of a kind that was not expected"
-                raise ExchangeError(f"sent a message of {num_bytes} bytes {allowed}")
+        async with deadline(self.seconds):
+            kind, num_bytes = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            check_message(kind, num_bytes, most)
             return kind, await self._reader.readexactly(num_bytes)
 
     async def receive_text(self, most: int = MAX_TEXT_BYTES) -> bytes:
@@ -107,6 +105,13 @@ class Channel:
     def close(self) -> None:
         """Hang up. Idempotent."""
         self._writer.close()
+
+
+def check_message(kind: bytes, num_bytes: int, most: Mapping[bytes, int]) -> None:
+    """Refuse a message that is too long, or of a kind that may not come now; see `Channel.receive`."""
+    if num_bytes > most.get(kind, -1):  # guard: exchange-message
+        allowed = f"in place of at most {most[kind]}" if kind in most else "of a kind that was not expected"
+        raise ExchangeError(f"sent a message of {num_bytes} bytes {allowed}")
 
 
 Answer = Callable[[Channel, str], Awaitable[None]]
@@ -145,7 +150,7 @@ async def answer_stream(channel: Channel, peer: str, service: str, answer: Answe
 
 
 @contextlib.asynccontextmanager
-async def _deadline(seconds: float) -> AsyncIterator[None]:
+async def deadline(seconds: float) -> AsyncIterator[None]:
     """Bound a step in time, and name its failure."""
     try:
         async with asyncio.timeout(seconds):
