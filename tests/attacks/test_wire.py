@@ -19,8 +19,8 @@ from lanes import sample
 from misbehaving import nested_tuples
 from peer_server import MAX_SLOTS
 
-from spes_p2p.swarm.averaging.allreduce import LANES
 from spes_p2p.swarm.averaging.averager import REDONE
+from spes_p2p.swarm.averaging.partition import LANES
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, node_id_of
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_MESSAGE_BYTES
 from spes_p2p.swarm.p2p.identity import Identity

@@ -18,6 +18,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 
 from spes_p2p.swarm import hivemind_swarm
 from spes_p2p.swarm.averaging import allreduce, averager, matchmaking
+from spes_p2p.swarm.averaging.partition import num_lanes
 from spes_p2p.swarm.roster import SHARED
 
 GATE_SECONDS = 60.0
@@ -180,7 +181,7 @@ class RogueButterflyAllreduce(allreduce.ButterflyAllreduce):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._is_shared = self._group_id.endswith(SHARED.encode())
-        lanes = [allreduce.num_lanes(self._plan, reducer) for reducer in range(len(self._plan.peers))]
+        lanes = [num_lanes(self._plan, reducer) for reducer in range(len(self._plan.peers))]
         self._open = sum(lanes) - lanes[self._me]
         self._all_sent = asyncio.Event()
 

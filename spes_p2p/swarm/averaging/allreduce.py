@@ -19,7 +19,14 @@ from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.audit import Auditor, Evidence
 from spes_p2p.swarm.averaging.buffers import Buffers
-from spes_p2p.swarm.averaging.partition import GroupPlan, Message, bytes_of, decode_message, reduce_message
+from spes_p2p.swarm.averaging.partition import (
+    GroupPlan,
+    Message,
+    bytes_of,
+    decode_message,
+    num_lanes,
+    reduce_message,
+)
 from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
@@ -27,10 +34,6 @@ from spes_p2p.swarm.p2p.rate_limit import RateLimit
 Stream = AsyncIterator[averaging_pb2.AveragingData]
 OpenStream = Callable[[str, Stream], Awaitable[Stream]]
 
-LANES, STREAMS = 4, 12
-"""Largest number of streams from one member to one reducer, and about the number of streams from one member in all.
-A stream begins with a narrow window, which widens by round trips: one or two streams leave a fast link idle for most of
-a slice, and many cost processor time."""
 REPLY_TIMES = 2.0
 """A reducer may be silent this many times as long as a sender, because it waits for senders itself."""
 
@@ -266,12 +269,6 @@ class ButterflyAllreduce:
             self._buffers.result[bytes_of(self._mine[number])] = encoded
         if not self._reduced[number].done():
             self._reduced[number].set_result(encoded.numpy().tobytes())
-
-
-def num_lanes(plan: GroupPlan, reducer: int) -> int:
-    """Return the number of streams over which each other member sends a reducer its parts."""
-    most = 1 if plan.is_sole else LANES  # a peer may replicate many slots
-    return min(most, -(-STREAMS // (len(plan.peers) - 1)), len(plan.slices[reducer]))
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -23,12 +23,12 @@ from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.averaging.allreduce import LANES, GroupAllreduce, Limits, finish_all
+from spes_p2p.swarm.averaging.allreduce import GroupAllreduce, Limits, finish_all
 from spes_p2p.swarm.averaging.buffers import BufferPool
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.matchmaking import Survivors, SwarmMatchmaking, expected_of, read_roster
 from spes_p2p.swarm.averaging.outcome import Attempt
-from spes_p2p.swarm.averaging.partition import GroupPlan
+from spes_p2p.swarm.averaging.partition import LANES, GroupPlan
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, SwarmDHT

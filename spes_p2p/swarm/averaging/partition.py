@@ -22,6 +22,10 @@ from spes_p2p.swarm.roster import Roster
 
 MESSAGE_BYTES = 2**17
 """Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB."""
+LANES, STREAMS = 4, 12
+"""Largest number of streams from one member to one reducer, and about the number of streams from one member in all.
+A stream begins with a narrow window, which widens by round trips: one or two streams leave a fast link idle for most of
+a slice, and many cost processor time."""
 MIN_SENDERS = 5
 """Senders below which an outlier cannot be told from the others."""
 MAX_TIMES_MEDIAN = 4.0
@@ -272,3 +276,9 @@ class GroupPlan:
         if not mine or self.is_sole or not self.delta_numel:
             return 0, 0
         return mine[0][0].start, mine[-1][-1].stop
+
+
+def num_lanes(plan: GroupPlan, reducer: int) -> int:
+    """Return the number of streams over which each other member sends a reducer its parts."""
+    most = 1 if plan.is_sole else LANES  # a peer may replicate many slots
+    return min(most, -(-STREAMS // (len(plan.peers) - 1)), len(plan.slices[reducer]))

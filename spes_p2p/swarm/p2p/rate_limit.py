@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 PAYLOAD_SHARE = 0.95
 """Payload's share of a link's bits; headers and acknowledgements take the rest."""
@@ -36,7 +35,7 @@ class RateLimit:
         """Wait until `num_bytes` may be sent."""
         if self._bytes_per_second is None:
             return
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         starts_at = max(self._free_at, now)
         self._free_at = starts_at + num_bytes / self._bytes_per_second
         if starts_at - now > BURST_SECONDS:

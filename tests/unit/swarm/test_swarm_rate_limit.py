@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from spes_p2p.sim.loop import VirtualLoop
 from spes_p2p.swarm.p2p.rate_limit import BURST_SECONDS, MIN_BURST_BYTES, PAYLOAD_SHARE, RateLimit
 
 MBIT = 80.0
@@ -34,19 +35,21 @@ def test_no_more_goes_than_the_link_carries(senders: int) -> None:
         assert when - began >= number * PIECE / BYTES_PER_SECOND - BURST_SECONDS
 
 
-def test_each_sender_waits_until_those_before_it_have_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_each_sender_waits_until_those_before_it_have_sent() -> None:
+    async def run() -> list[float]:
+        rate_limit, clock = RateLimit(MBIT), asyncio.get_running_loop().time
+        began, ends = clock(), list[float]()
 
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
+        async def one() -> None:
+            await rate_limit.take(PIECE)
+            ends.append(clock() - began)
 
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    rate_limit = RateLimit(MBIT)
-    for _ in range(4):
-        with pytest.raises(StopIteration):
-            rate_limit.take(PIECE).send(None)
-    assert waits == pytest.approx([number * PIECE / BYTES_PER_SECOND for number in (1, 2, 3)])
+        await asyncio.gather(*(one() for _ in range(4)))
+        return ends
+
+    loop = VirtualLoop()
+    assert loop.run_until_complete(run()) == pytest.approx([number * PIECE / BYTES_PER_SECOND for number in range(4)])
+    loop.close()
 
 
 def test_what_was_not_sent_while_idle_is_not_made_up_for() -> None:
