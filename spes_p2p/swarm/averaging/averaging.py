@@ -128,6 +128,7 @@ class Averaging:
         limits = Limits(patience.seconds, self._silence.seconds, RateLimit(self._uplink_mbit))
         self._drop_residuals(next((member.slots for member in roster if member.peer_id == me), ()))
         meeting = meeting_of(roster, attempt)
+        plans = await self._work(self._plans, roster)
         groups = {
             name: Group(
                 plan,
@@ -138,10 +139,12 @@ class Averaging:
                 open=partial(self._open, meeting, name),
                 work=self._work,
             )
-            for name, plan in (await self._work(self._plans, roster)).items()
+            for name, plan in plans.items()
+            if plan is not None
         }
         self._register(meeting, groups)
-        failures = {name: reason for name, reason in (await _run_all(groups)).items() if reason}
+        failures = {name: "no member takes calls from all others" for name, plan in plans.items() if plan is None}
+        failures |= {name: reason for name, reason in (await _run_all(groups)).items() if reason}
         averaged = Averaged(
             means={name: group.mean for name, group in groups.items() if name not in failures},
             failures=failures,
@@ -175,14 +178,16 @@ class Averaging:
 
     # ------------------------------------------------------------------ groups
 
-    def _plans(self, roster: Roster) -> dict[VectorName, GroupPlan]:
-        """Return the plans of the groups that this peer is in."""
-        plans: dict[VectorName, GroupPlan] = {}
+    def _plans(self, roster: Roster) -> dict[VectorName, GroupPlan | None]:
+        """Return the plans of the groups that this peer is in; None if none of the members can reduce."""
+        plans: dict[VectorName, GroupPlan | None] = {}
         for name, members in roster.groups.items():
             replicas = roster.replicas.get(name, ())
-            if self._network.peer_id in (*members, *replicas):
-                format = self._encoding.format(name, roster.round + 1)
-                plans[name] = GroupPlan.in_roster(roster, members, format, replicas)
+            if self._network.peer_id not in (*members, *replicas):
+                continue
+            can_reduce = len(members) == 1 or any(roster.reducing((*members, *replicas), replicas))
+            format = self._encoding.format(name, roster.round + 1)
+            plans[name] = GroupPlan.in_roster(roster, members, format, replicas) if can_reduce else None
         return plans
 
     def _work(self, function: Callable[..., T], *args: object) -> asyncio.Future[T]:

@@ -226,6 +226,12 @@ def test_nothing_waits_for_answers():
         assert least <= max(each.seconds for each in averaged.values()) < 1.1 * least + 5 * 0.3
 
 
+def test_members_that_cannot_call_each_other_blame_nobody():
+    with swarm([member(peer, calls_only=True) for peer in PEERS[:3]]) as here:
+        for each in here.average().values():
+            assert SHARED in each.failures and not each.lost
+
+
 def test_a_bug_of_ours_is_not_taken_for_a_lost_member(monkeypatch):
     def divide(*args: object) -> None:
         raise ZeroDivisionError
