@@ -24,7 +24,7 @@ from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.group import Group, Limits
 from spes_p2p.swarm.averaging.partition import LANES, GroupPlan
 from spes_p2p.swarm.clock import AdaptiveTimeout
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED, SLOT, VectorName
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.p2p.channel import Channel, Message
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
@@ -48,7 +48,7 @@ class Greeting(Message):
     """The first message of a stream: it says of what."""
 
     meeting: Digest
-    group: Annotated[str, Field(max_length=32)]
+    group: Annotated[str, Field(pattern=rf"^(shared|{SLOT})$")]
     lane: Annotated[int, Field(ge=0, lt=LANES)]
 
 
@@ -119,11 +119,7 @@ class Averaging:
                 roster's; they must not change before `settle`.
         """
         clock = asyncio.get_running_loop().time
-        me, round, began = self._network.peer_id, roster.round + 1, clock()
-        patience = self._attempt_timeouts.setdefault(
-            self._encoding.format(SHARED, round).num_bytes,  # some rounds carry moments, and last longer
-            AdaptiveTimeout(MIN_ATTEMPT_SECONDS, self._most_seconds),
-        )
+        me, began, patience = self._network.peer_id, clock(), self._patience(roster.round + 1)
         # A new rate limit for each attempt: the unsent bytes of a failed one must not slow the next.
         limits = Limits(patience.seconds, self._silence.seconds, RateLimit(self._uplink_mbit))
         self._drop_residuals(next((member.slots for member in roster if member.peer_id == me), ()))
@@ -201,6 +197,11 @@ class Averaging:
         self._met.set()
         self._met = asyncio.Event()
 
+    def _patience(self, round: int) -> AdaptiveTimeout:
+        """Return the timeout of attempts that move as much as those at a round: some rounds carry moments, too."""
+        num_bytes = self._encoding.format(SHARED, round).num_bytes
+        return self._attempt_timeouts.setdefault(num_bytes, AdaptiveTimeout(MIN_ATTEMPT_SECONDS, self._most_seconds))
+
     def _learn(
         self, groups: Mapping[VectorName, Group], averaged: Averaged, patience: AdaptiveTimeout, *, learns: bool
     ) -> None:
@@ -247,7 +248,7 @@ class Averaging:
             greeting = Greeting.parse(await channel.receive_text(MAX_GREETING_BYTES))
             while greeting.meeting not in self._groups:
                 await self._met.wait()
-        group = next((each for name, each in self._groups[greeting.meeting].items() if name == greeting.group), None)
+        group = self._groups[greeting.meeting].get(VectorName(greeting.group))
         if group is None:
             raise ExchangeError(f"asked for {greeting.group}, whose group this peer is not in")
         async with asyncio.timeout(2 * self._most_seconds):

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from spes_p2p.swarm.averaging.averaging import Greeting
 from spes_p2p.swarm.exchange.protocol import Inventory, Question
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.manifest import Manifest
@@ -17,7 +18,7 @@ from spes_p2p.swarm.records import RECORD_TYPES
 from spes_p2p.swarm.roster import Member
 
 FILLED_BY_PEERS: list[type[BaseModel]] = [
-    *(*RECORD_TYPES, Member, Version, Question, Inventory, Manifest),
+    *(*RECORD_TYPES, Member, Greeting, Version, Question, Inventory, Manifest),
     *(PeerstoreEntry, introductions._CallMe, introductions._Called),
     *(introductions._Question, introductions._Answer, introductions._Told, introductions._Consent),
 ]

@@ -1,12 +1,12 @@
 """How long to wait for others: by what was seen, within bounds."""
 
-from types import SimpleNamespace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.codecs.format import Segment
-from spes_p2p.swarm.averaging.averager import SparseAverager
+from spes_p2p.config import RoundConfig
+from spes_p2p.sim.network import VirtualNetwork
+from spes_p2p.swarm.averaging.averaging import Averaging
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.names import SHARED
@@ -65,10 +65,12 @@ def test_who_needs_more_than_the_usual_time_has_it_until_that_is_the_usual_one()
 def test_rounds_that_carry_moments_have_a_timeout_of_their_own():
     """They move five times as much as the others, whose usual time would end each of their first attempts."""
     segments = (Segment(4096, "int4"), Segment(4096, "int8", interval=3), Segment(4096, "int8", interval=3))
-    averager = SimpleNamespace(_encoding=DeltaEncoding({SHARED: segments}), _attempt_timeouts={}, _max_seconds=600.0)
+    averaging = Averaging(
+        VirtualNetwork().node("peer", "run"), DeltaEncoding({SHARED: segments}), RoundConfig(averaging_seconds=600.0)
+    )
     for round, seconds in zip(range(1, 13), [20.0, 20.0, 96.0] * 4, strict=True):
-        patience = SparseAverager._attempt_timeout(averager, round)
+        patience = averaging._patience(round)
         assert patience.seconds > seconds, round
         patience.observe(seconds)
-    assert SparseAverager._attempt_timeout(averager, 13).seconds == 60.0
-    assert SparseAverager._attempt_timeout(averager, 15).seconds == 288.0
+    assert averaging._patience(13).seconds == 60.0
+    assert averaging._patience(15).seconds == 288.0
