@@ -28,10 +28,9 @@ from spes_p2p.swarm.names import SHARED, SLOT, VectorName
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.p2p.channel import Channel, Message
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
-from spes_p2p.swarm.records import Digest
+from spes_p2p.swarm.records import PROTOCOL, Digest
 from spes_p2p.swarm.roster import Roster
 
-SERVICE = "average"
 MAX_GREETING_BYTES = 256
 REMEMBERED = 2
 """Attempts whose streams are answered: members may be in different ones."""
@@ -93,6 +92,7 @@ class Averaging:
         self, network: Network, encoding: DeltaEncoding, rounds: RoundConfig, uplink_mbit: float | None = None
     ) -> None:
         self._network = network
+        self._service = f"{network.run_id}::{PROTOCOL}.average"
         self._encoding = encoding
         self._uplink_mbit = uplink_mbit
         self._most_seconds = rounds.averaging_seconds
@@ -107,7 +107,7 @@ class Averaging:
 
     async def serve(self) -> None:
         """Answer the other members' streams from now on."""
-        await self._network.serve(SERVICE, 2 * self._most_seconds, self._answer)
+        await self._network.serve(self._service, 2 * self._most_seconds, self._answer)
 
     async def average(self, roster: Roster, attempt: int, encoded: Mapping[VectorName, Tensor]) -> Averaged:
         """Average all groups of a roster that this peer is in. No other peer's fault raises an error.
@@ -234,7 +234,7 @@ class Averaging:
     # ------------------------------------------------------------------ streams
 
     async def _open(self, meeting: str, name: VectorName, peer: str, lane: int) -> Channel:
-        channel = await self._network.open(peer, SERVICE, 2 * self._most_seconds)
+        channel = await self._network.open(peer, self._service, 2 * self._most_seconds)
         try:
             await channel.send_text(Greeting(meeting=meeting, group=name, lane=lane).model_dump_json())
         except BaseException:

@@ -16,7 +16,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.sim.hub import Entry, average_entries
 from spes_p2p.sim.network import VirtualNetwork, VirtualNode
 from spes_p2p.swarm.averaging import group
-from spes_p2p.swarm.averaging.averaging import SERVICE, Averaged, Averaging, Greeting, meeting_of
+from spes_p2p.swarm.averaging.averaging import Averaged, Averaging, Greeting, meeting_of
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.group import LOST, MEAN, PART
 from spes_p2p.swarm.interface import Contribution
@@ -378,7 +378,7 @@ def test_a_stranger_and_one_that_comes_twice_are_refused():
         rogue = here.peers[PEERS[1]].node
 
         async def intrude(node: VirtualNode, lane: int) -> None:
-            channel = await node.open(PEERS[0], SERVICE, 5.0)
+            channel = await node.open(PEERS[0], here.peers[PEERS[0]].averaging._service, 5.0)
             greeting = Greeting(meeting=meeting_of(here.roster, 0), group=SHARED, lane=lane)
             await channel.send_text(greeting.model_dump_json())
             with pytest.raises(Exception, match="hung up"):
