@@ -82,7 +82,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def close(self) -> None:
-        """End all tasks, and close the loop."""
+        """End all tasks, and close the loop. Idempotent."""
+        if self.is_closed():
+            return
         tasks = asyncio.all_tasks(self)
         for task in tasks:
             task.cancel()

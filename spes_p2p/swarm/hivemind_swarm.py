@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,13 +93,13 @@ class HivemindSwarm:
         """The last result, and the attempt that it came from."""
         self._has_met = False
         """Whether the last attempt to average these deltas had a roster, whose members redo it."""
-        self._reserved_at = time.monotonic()
+        self._reserved_at = self.now()
         self._links_rest_until = 0.0
         self.links = Links(node)
         if not node.client_mode:
             DialBack(node)
             Introducer(node)
-        self._membership = Membership(node, self.watchdog)
+        self._membership = Membership(node)
         if not node.has_met_peers:
             self._membership.live_peers = frozenset(node.peerstore.addresses()) - {self.peer_id}
 
@@ -237,7 +236,7 @@ class HivemindSwarm:
         return found
 
     def wait(self, seconds: float) -> bool:
-        return self._membership.stopped.wait(seconds)
+        return self._membership.wait(seconds)
 
     # ------------------------------------------------------------------ rounds
 
@@ -280,7 +279,7 @@ class HivemindSwarm:
         self.bans.record(last.round, attempt.evidence)
         result = means_of(attempt, contribution, self._encoding)
         if attempt.roster and SHARED not in result.means:
-            self._links_rest_until = time.monotonic() + LINKS_REST_SECONDS
+            self._links_rest_until = self.now() + LINKS_REST_SECONDS
         received, sent = averaged_bytes(result, self.peer_id, self._encoding)
         self._averaged_bytes = self._averaged_bytes[0] + received, self._averaged_bytes[1] + sent
         self._averaged = (result, attempt)
@@ -296,7 +295,7 @@ class HivemindSwarm:
 
         One of the connections may have ended without notice, and the attempt is redone without them.
         """
-        if time.monotonic() < self._links_rest_until:
+        if self.now() < self._links_rest_until:
             return ()
         linked = self.links.connected_to(self._membership.last_read(Claim).keys())
         return stated_links(self.peer_id, linked, last)
@@ -338,7 +337,7 @@ class HivemindSwarm:
         entries = result.roster.entries if result.roster else ()
         say_if_lost = partial(
             self._membership.say_if_lost,
-            *(last.round, self.consensus.known(), time.monotonic(), self._rounds.shrink_seconds),
+            *(last.round, self.consensus.known(), self.now(), self._rounds.shrink_seconds),
         )
         return self.consensus.decide(last, attempt, entries, ends_at, digests, on_wait=say_if_lost)
 
@@ -368,7 +367,7 @@ class HivemindSwarm:
     def _reserve_uplink(self) -> None:
         """Serve only members until the round is synchronised, but half of the time at most, so that others get some."""
         members = [peer for peer, claim in self._membership.last_read(Claim).items() if claim.state == "active"]  # type: ignore[attr-defined]
-        began, self._reserved_at = self._reserved_at, time.monotonic()
+        began, self._reserved_at = self._reserved_at, self.now()
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
         self.exchange.server.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
 

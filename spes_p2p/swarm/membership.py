@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.invites import GuestList
-from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.watchdog import Watchdog
+from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ REPORT_SECONDS = 300.0
 POLL_SECONDS = 1.0
 SAY_SECONDS = 20.0
 STOP_SECONDS = 1.0
+SPARE_SECONDS = 60.0
+"""Time beyond a wait's end for what it last read."""
 
 
 class Membership:
@@ -31,15 +33,16 @@ class Membership:
         live_peers: The other active peers when any were last seen, without those that left on purpose. At first those
             that were known before a restart.
         guests: The invite list of a closed run; None in an open run.
-        stopped: Set by `stop`.
+        is_stopped: `stop` was called.
     """
 
-    def __init__(self, node: Node, watchdog: Watchdog) -> None:
+    def __init__(self, network: Network) -> None:
         self.live_peers: frozenset[str] = frozenset()
         self.guests: GuestList | None = None
-        self.stopped = threading.Event()
-        self._node = node
-        self._watchdog = watchdog
+        self.is_stopped = False
+        self._network = network
+        self._stop = asyncio.Event()
+        """Ends, in the network's loop, what waits there."""
         self._rounds = RoundConfig()
         self._beat: Callable[[], None] = lambda: None
         self._refused: frozenset[str] = frozenset()
@@ -49,19 +52,36 @@ class Membership:
         self._last_read: dict[type[Record], Mapping[str, Record]] = {}
         self._failures: dict[type[Record], int] = {}
         """Attempts in a row after which no peer had stored a record."""
-        self._heartbeat = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
+        self._heartbeat: asyncio.Task[None] | None = None
 
     def start(self, rounds: RoundConfig, beat: Callable[[], None] = lambda: None) -> None:
         """Begin to renew records at the run's heartbeat, and call `beat` after each renewal."""
         self._rounds = rounds
         self._beat = beat
-        self._heartbeat.start()
+        self._network.notify(self._begin)
+
+    def _begin(self) -> None:
+        self._heartbeat = asyncio.get_running_loop().create_task(self._renew())
 
     def stop(self) -> None:
         """Stop renewing records, and end all waits. Idempotent."""
-        self.stopped.set()
-        if self._heartbeat.is_alive():
-            self._heartbeat.join(STOP_SECONDS)
+        self.is_stopped = True
+        self._network.notify(self._stop.set)
+        if self._heartbeat is not None and not self._heartbeat.done():
+            with contextlib.suppress(TimeoutError):
+                self._network.run(asyncio.wait([self._heartbeat]), STOP_SECONDS)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until `stop` is called; return whether it was."""
+        if not self.is_stopped:
+            with contextlib.suppress(TimeoutError):  # this machine stood still
+                self._network.run(self._pause(seconds), seconds + SPARE_SECONDS)
+        return self.is_stopped
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
 
     def announce(self, *records: Record) -> None:
         """Store records and keep renewing the latest of each kind; a claim carries this peer's invite."""
@@ -90,18 +110,18 @@ class Membership:
         Raises:
             OSError: the DHT is too slow, or its process has ended.
         """
-        found = self._last_read[kind] = self._admitted(kind, self._node.read(kind))
+        found = self._last_read[kind] = self._admitted(kind, self._network.read(kind))
         if kind is Claim:
-            self.live_peers = live_peers_of(self.live_peers, found, self._node.peer_id)
+            self.live_peers = live_peers_of(self.live_peers, found, self._network.peer_id)
         return found
 
     def _admitted(self, kind: type[Record], records: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.guests is None or kind is not Claim:
             return records
-        refused = self.guests.refusals({peer: claim.invite for peer, claim in records.items()}, self._node.now())
+        refused = self.guests.refusals({peer: claim.invite for peer, claim in records.items()}, self._network.now())
         for peer in sorted(refused.keys() - self._refused):
             log.warning("this run is closed: %s, and is not counted", refused[peer])
-            if peer == self._node.peer_id:
+            if peer == self._network.peer_id:
                 log.error("what this peer trains no longer counts; start it again with another --invite and --resume")
         self._refused = frozenset(refused)
         return {peer: claim for peer, claim in records.items() if peer not in refused}
@@ -121,31 +141,42 @@ class Membership:
             known: Peers that one of the last certificates names: a ghost is no swarm. None counts all.
             seconds: Time after which the run may go on without the others.
         """
-        began = time.monotonic()
-        while time.monotonic() < began + seconds and not self.stopped.wait(POLL_SECONDS):
-            if not self.say_if_lost(round, known, began, seconds):
+        with contextlib.suppress(TimeoutError):  # this machine stood still
+            return self._network.run(self._wait_for_live_peers(round, known, seconds), seconds + SPARE_SECONDS)
+        return True
+
+    async def _wait_for_live_peers(self, round: int, known: Collection[str] | None, seconds: float) -> bool:
+        loop, began = asyncio.get_running_loop(), self._network.now()
+        ends_at = loop.time() + seconds
+        while loop.time() < ends_at and not self.is_stopped:
+            await self._pause(POLL_SECONDS)
+            if not self.is_stopped and not await asyncio.to_thread(self.say_if_lost, round, known, began, seconds):
                 return True
         return False
 
     def say_if_lost(self, round: int, known: Collection[str] | None, began: float, seconds: float) -> bool:
-        """Tell whether no other peer is active, and say so now and then; as `wait_for_live_peers`, from `began` on."""
+        """Tell whether no other peer is active, and say so now and then.
+
+        Args:
+            round, known, seconds: As for `wait_for_live_peers`.
+            began: DHT time at which the wait began.
+        """
         active = {peer for peer, claim in self.read(Claim).items() if claim.state == "active"}  # type: ignore[attr-defined]
-        if (active if known is None else active.intersection(known)) - {self._node.peer_id}:  # guard: known-swarm
+        if (active if known is None else active.intersection(known)) - {self._network.peer_id}:  # guard: known-swarm
             return False
-        now = time.monotonic()
+        now = self._network.now()
         if now - self._said_lost_at >= SAY_SECONDS:
             self._said_lost_at = now
             log.warning(
-                "the swarm is out of reach since %.0f s; keeping round %d, trying %d known addresses; a voter goes on "
+                "the swarm is out of reach since %.0f s; keeping round %d, trying all known addresses; a voter goes on "
                 "alone in %.0f s (sooner: start again with --resume --alone)",
-                *(max(now - began, self._watchdog.seconds_alone), round, len(self._node.known_addresses())),
-                max(0.0, began + seconds - now),
+                *(now - began, round, max(0.0, began + seconds - now)),
             )
         return True
 
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:
-            is_stored = self._node.store(record, lifetime_seconds)
+            is_stored = self._network.store(record, lifetime_seconds)
             failures = self._failures[type(record)] = 0 if is_stored else self._failures.get(type(record), 0) + 1
             if failures == 2 and self.live_peers:  # while peers find each other, the first attempt may fail
                 words = "no peer stored our %s record, twice in a row; it is renewed until one does"
@@ -153,16 +184,22 @@ class Membership:
         except OSError:
             log.warning("the DHT took too long to store our %s record; it is renewed with the heartbeat", record.kind)
 
-    def _renew(self) -> None:
-        while not self.stopped.wait(self._rounds.heartbeat_seconds):
+    async def _renew(self) -> None:
+        while True:
+            await self._pause(self._rounds.heartbeat_seconds)
+            if self.is_stopped:
+                return
             try:
-                for kind in list(self._renewed):
-                    with self._renewing:  # otherwise an old record could replace one announced meanwhile
-                        self._store(self._renewed[kind], self._rounds.lease_seconds)
-                self.read(Contact)
-                self._beat()
+                await asyncio.to_thread(self._renew_now)
             except Exception:  # of any type: the peer would be forgotten  # guard: heartbeat-goes-on
                 log.exception("a heartbeat failed; the next one is in %.0f s", self._rounds.heartbeat_seconds)
+
+    def _renew_now(self) -> None:
+        for kind in list(self._renewed):
+            with self._renewing:  # otherwise an old record could replace one announced meanwhile
+                self._store(self._renewed[kind], self._rounds.lease_seconds)
+        self.read(Contact)
+        self._beat()
 
 
 def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:

@@ -48,7 +48,7 @@ class Exchange:
         self, network: Network, store: VersionStore, *, serve: bool = True, uplink_mbit: float | None = None
     ) -> None:
         self.bytes_in = 0
-        self.server = Server(store, uplink_mbit)
+        self.server = Server(store, uplink_mbit, network.now)
         self.formats: Mapping[str, KeptForm] = {}
         self._network = network
         self._store = store

@@ -266,7 +266,6 @@ class Fetch:
         sizes = [file.unfinished.num_blocks for file in self._files]
         _, data = await channel.receive({HAVE: sum(map(most_have_bytes, sizes))})
         source.have = parse_have(data, sizes)
-        self._wake()
 
     # ------------------------------------------------------------------ parts
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from spes_p2p.codecs.vectors import HASH_BYTES
 from spes_p2p.swarm.exchange.protocol import (
@@ -42,14 +41,16 @@ class Server:
     Args:
         store: This peer's versions.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
+        now: Returns the time in seconds.
 
     Attributes:
         bytes_out: Payload bytes sent.
     """
 
-    def __init__(self, store: VersionStore, uplink_mbit: float | None) -> None:
+    def __init__(self, store: VersionStore, uplink_mbit: float | None, now: Callable[[], float]) -> None:
         self.bytes_out = 0
         self._store = store
+        self._now = now
         self._rate_limit = RateLimit(uplink_mbit)
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
         self._non_member_uploads = asyncio.Semaphore(MAX_NON_MEMBER_UPLOADS)
@@ -62,7 +63,7 @@ class Server:
         After that they still go before other peers.
         """
         self._members = frozenset(peers)
-        self._reserved_until = time.monotonic() + seconds
+        self._reserved_until = self._now() + seconds
 
     def release(self) -> None:
         """Serve all peers again."""
@@ -100,7 +101,7 @@ class Server:
         is_member = not self._members or peer in self._members
         async with contextlib.AsyncExitStack() as turn:
             try:
-                if not is_member and time.monotonic() < self._reserved_until:
+                if not is_member and self._now() < self._reserved_until:
                     raise TimeoutError
                 for limit in [self._uploads] if is_member else [self._non_member_uploads, self._uploads]:
                     async with asyncio.timeout(QUEUE_SECONDS):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import time
 from collections import Counter
 
 import pytest
@@ -40,7 +41,7 @@ class Peer:
 
     def __init__(self, folder, *held: bytes, script=None, uplink_mbit=None) -> None:
         self.store = VersionStore(folder)
-        self.server = Server(self.store, uplink_mbit)
+        self.server = Server(self.store, uplink_mbit, time.monotonic)
         self.script = script
         self.num_streams = 0
         for index, data in enumerate(held):

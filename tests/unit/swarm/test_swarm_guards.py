@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import threading
 import time
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import ExchangeError, RecordError
+from spes_p2p.sim.network import VirtualNetwork
 from spes_p2p.swarm.averaging.averager import MAX_QUESTION_BYTES, SparseAverager
 from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, Survivors, SwarmMatchmaking
 from spes_p2p.swarm.hivemind_fixes import dht, streams
@@ -168,9 +168,9 @@ def test_an_answer_to_a_ping_that_is_none_is_no_answer(monkeypatch):
     assert asyncio.run(dht_protocol().call_ping(PEERS[2])) is None
 
 
-def test_a_heartbeat_that_fails_is_followed_by_the_next(monkeypatch):
-    membership, beaten = Membership(SimpleNamespace(peer_id="me"), None), threading.Event()
-    membership._rounds = RoundConfig(heartbeat_seconds=0.05, lease_seconds=1.0)
+def test_a_heartbeat_that_fails_is_followed_by_the_next(monkeypatch, caplog):
+    network, beaten = VirtualNetwork(), []
+    membership = Membership(node := network.node("me", "run"))
     reads = iter([AssertionError("an answer of a stranger"), None])
 
     def read(kind):
@@ -178,12 +178,13 @@ def test_a_heartbeat_that_fails_is_followed_by_the_next(monkeypatch):
             raise error
 
     monkeypatch.setattr(membership, "read", read)
-    membership._beat = beaten.set
-    beating = threading.Thread(target=membership._renew, daemon=True)
-    beating.start()
-    assert beaten.wait(20)
-    membership.stopped.set()
-    beating.join(20)
+    membership.start(RoundConfig(heartbeat_seconds=5.0, lease_seconds=30.0), lambda: beaten.append(node.now()))
+    began = node.now()
+    assert not membership.wait(17.0)
+    membership.stop()
+    assert membership.wait(60.0) and node.now() < began + 20.0
+    assert beaten == [began + 10.0, began + 15.0] and "a heartbeat failed" in caplog.text
+    network.close()
 
 
 def dht_protocol(node_id=None):

@@ -11,11 +11,12 @@ from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.errors import ExchangeError
+from spes_p2p.sim.network import VirtualNetwork
 from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders, Survivors, SwarmMatchmaking
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution
-from spes_p2p.swarm.membership import POLL_SECONDS, Membership
+from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import Member, Roster
 from tests.support.certificates import PEERS, last_body
@@ -212,12 +213,13 @@ def test_a_leader_that_sends_no_message_of_ours_is_not_asked_again(matchmaking, 
 
 def test_a_ghost_is_no_swarm_that_a_survivor_waits_for():
     """One active claim kept the last peer of a run from going on for ever."""
-    ghost = SimpleNamespace(state="active")
-    node = SimpleNamespace(peer_id=PEERS[0], known_addresses=list)
-    membership = Membership(node, SimpleNamespace(seconds_alone=0.0))  # type: ignore[arg-type]
-    membership.read = lambda kind: {PEERS[1]: ghost}  # type: ignore[method-assign]
-    waits = [membership.wait_for_live_peers(3, known, 2 * POLL_SECONDS) for known in (None, {PEERS[0]}, {PEERS[1]})]
+    network = VirtualNetwork()
+    survivor, ghost = (network.node(peer, "run") for peer in PEERS[:2])
+    ghost.store(Claim(peer_id=PEERS[1], state="active", max_slots=1, since=0.0), 600.0)
+    membership = Membership(survivor)
+    waits = [membership.wait_for_live_peers(3, known, 60.0) for known in (None, {PEERS[0]}, {PEERS[1]})]
     assert waits == [True, False, True]
+    network.close()
 
 
 @pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)

@@ -3,66 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
-from spes_p2p.sim.loop import VirtualLoop
+from spes_p2p.sim.loop import EPOCH_SECONDS, VirtualLoop
 from spes_p2p.swarm.p2p.rate_limit import BURST_SECONDS, MIN_BURST_BYTES, PAYLOAD_SHARE, RateLimit
 
 MBIT = 80.0
 BYTES_PER_SECOND = PAYLOAD_SHARE * MBIT * 1e6 / 8
 PIECE = 50_000
+PIECE_SECONDS = PIECE / BYTES_PER_SECOND
 
 
-async def send(rate_limit: RateLimit, name: str, pieces: int, sent: list[tuple[float, str]]) -> None:
-    for _ in range(pieces):
-        await rate_limit.take(PIECE)
-        sent.append((time.monotonic(), name))
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.close()
 
 
 @pytest.mark.parametrize("senders", [1, 4])
-def test_no_more_goes_than_the_link_carries(senders: int) -> None:
-    async def run() -> list[tuple[float, str]]:
-        rate_limit, sent = RateLimit(MBIT), list[tuple[float, str]]()
-        await asyncio.gather(*(send(rate_limit, f"{n}", 8 // senders, sent) for n in range(senders)))
-        return sent
+def test_no_more_goes_than_the_link_carries_first_come_first_served(senders: int) -> None:
+    sent: list[tuple[float, int]] = []
 
-    began = time.monotonic()
-    sent = asyncio.run(run())
-    assert len(sent) == 8
-    for number, (when, _) in enumerate(sent):
-        assert when - began >= number * PIECE / BYTES_PER_SECOND - BURST_SECONDS
-
-
-def test_each_sender_waits_until_those_before_it_have_sent() -> None:
-    async def run() -> list[float]:
-        rate_limit, clock = RateLimit(MBIT), asyncio.get_running_loop().time
-        began, ends = clock(), list[float]()
-
-        async def one() -> None:
+    async def send(rate_limit: RateLimit, sender: int) -> None:
+        for _ in range(8 // senders):
             await rate_limit.take(PIECE)
-            ends.append(clock() - began)
+            sent.append((asyncio.get_running_loop().time() - EPOCH_SECONDS, sender))
 
-        await asyncio.gather(*(one() for _ in range(4)))
-        return ends
+    async def send_all() -> None:
+        rate_limit = RateLimit(MBIT)
+        await asyncio.gather(*(send(rate_limit, sender) for sender in range(senders)))
 
-    loop = VirtualLoop()
-    assert loop.run_until_complete(run()) == pytest.approx([number * PIECE / BYTES_PER_SECOND for number in range(4)])
-    loop.close()
+    run(send_all())
+    assert [when for when, _ in sent] == pytest.approx([number * PIECE_SECONDS for number in range(8)])
+    assert [sender for _, sender in sent] == ([0, *range(4), *range(1, 4)] if senders == 4 else [0] * 8)
 
 
 def test_what_was_not_sent_while_idle_is_not_made_up_for() -> None:
-    async def run() -> float:
-        rate_limit = RateLimit(MBIT)
+    async def send() -> float:
+        loop, rate_limit = asyncio.get_running_loop(), RateLimit(MBIT)
         await rate_limit.take(PIECE)
-        await asyncio.sleep(10 * PIECE / BYTES_PER_SECOND)
-        began = time.monotonic()
+        await asyncio.sleep(10 * PIECE_SECONDS)
+        began = loop.time()
         for _ in range(4):
             await rate_limit.take(PIECE)
-        return time.monotonic() - began
+        return loop.time() - began
 
-    assert asyncio.run(run()) >= 3 * PIECE / BYTES_PER_SECOND - BURST_SECONDS
+    assert run(send()) == pytest.approx(3 * PIECE_SECONDS)
 
 
 def test_without_a_stated_uplink_nothing_is_held_back() -> None:
