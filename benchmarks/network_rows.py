@@ -30,7 +30,8 @@ from benchmarks.wan.routed_peer import CALL_SECONDS as ROUTED_CALL_SECONDS
 from benchmarks.wan.routed_peer import RoutedPeers, bed_of
 from benchmarks.wan.swarm_cluster import ClusterRound, SwarmCluster
 from benchmarks.wan.swarm_peer import CALL_SECONDS, start_peer
-from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
+from spes_p2p.codecs.kept import KeptForm
+from spes_p2p.config import CodecConfig, MachineConfig, RunConfig, Storage
 from spes_p2p.config_file import read_settings
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import element_bytes, model_size
@@ -48,8 +49,8 @@ JOINERS = 8
 TRAINING_SECONDS, HEAD_START_SECONDS = 20.0, 5.0
 """Between rounds, in which peers would train, and at the end of that for newcomers."""
 MAX_OVER_FLOOR, MAX_OVER_STOCK = 1.25, 0.6
-MAX_LOW_BITS: dict[Literal["int8", "int4"], float] = {"int8": 1.5, "int4": 1.8}
-"""A round's time over its floor."""
+LOW_BITS: dict[Literal["int8", "int4"], tuple[Storage, float]] = {"int8": ("int8", 1.5), "int4": ("nf4", 1.8)}
+"""By codec of the deltas, how peers keep the others' slots, and a round's time over its floor."""
 MAX_GROWTH, MAX_OVER_SLOW_FLOOR, MAX_DISTURBANCE = 1.6, 1.6, 0.05
 LOOPBACK_SLOTS = 64
 MIN_LOOPBACK_MB, PACED_MB, MAX_CORES = 150.0, 152.0, 1.0
@@ -121,10 +122,11 @@ class Bench:
         mbit: float | None = MBIT,
         uplinks: dict[int, float] | None = None,
         codecs: CodecConfig | None = None,
+        kept: KeptForm | None = None,
     ) -> tuple[list[ClusterRound], float]:
         """Run a cluster's rounds; each peer states an uplink of `mbit`, or as in `uplinks`."""
         told = (dict.fromkeys(range(peers), mbit) if mbit else {}) | (uplinks or {})
-        with SwarmCluster(bed, self.folder_of(name), peers, payload, codecs=codecs, uplinks=told) as cluster:
+        with SwarmCluster(bed, self.folder_of(name), peers, payload, codecs=codecs, kept=kept, uplinks=told) as cluster:
             return self.repeat(name, bed, peers, cluster.round)
 
 
@@ -163,17 +165,19 @@ def rounds(bench: Bench) -> Iterator[Row]:
 
 
 def low_bits(bench: Bench) -> Iterator[Row]:
-    """Yield the round with deltas in few bits."""
-    for codec, limit in MAX_LOW_BITS.items():
-        payload = replace(MODEL, bits=8 * element_bytes(codec))
+    """Yield the round with deltas and the others' slots in few bits."""
+    for codec, (storage, limit) in LOW_BITS.items():
+        kept = KeptForm(storage, MODEL.slot_numel)
+        payload = replace(MODEL, bits=8 * element_bytes(codec), slot_bits=8 * kept.num_bytes / kept.numel)
         floor, least = floors.round_seconds(payload, PEERS, MBIT), floors.round_bytes(payload, PEERS)
         with bench.bed(PEERS) as bed:
-            ours, sent = bench.swarm_rounds(codec, bed, PEERS, MODEL, codecs=CodecConfig(shared=codec, slots=codec))
+            codecs = CodecConfig(shared=codec, slots=codec)
+            ours, sent = bench.swarm_rounds(codec, bed, PEERS, MODEL, codecs=codecs, kept=kept)
             raw = [all_to_all_seconds(bed, PEERS, least) for _ in range(bench.repeats)]
         bench.note(f"plain TCP, {codec}", raw)
         seconds = seconds_of(ours)
-        goal = f"{limit} x floor of {floor:.2f} s"
-        yield Row(f"- the same, deltas in {codec}", _told(ours, floor), goal, seconds <= limit * floor)
+        what, goal = f"- the same, deltas in {codec}, others' slots in {storage}", f"{limit} x floor of {floor:.2f} s"
+        yield Row(what, _told(ours, floor), goal, seconds <= limit * floor)
         yield Row("  - matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
         yield Row("  - plain TCP, the same bytes all to all", f"{_spread(raw)}; ours / it {seconds / median(raw):.2f}")
         yield _sent_row(codec, sent, least)

@@ -1,9 +1,10 @@
 """What no protocol can go below: bytes that must move, and the time in which a link can move them.
 
-Letters: `N` peers, `S` bytes of the shared parameters' delta, `X` bytes of all slots together, each slot with one
-holder; `r`, `u` and `d` bytes per second of a link, of an uplink, of a downlink. Source of the bounds: an all-reduce of
-S among N peers needs 2 S (N - 1) bytes in all, for every part must leave all but one peer for its sum, and the sum must
-come to all but one; slots that all peers get from their holders need X (N - 1).
+Letters: `N` peers, `S` bytes of the shared parameters' delta, `X` bytes of all slots together, in the form in which
+peers keep those of others, each slot with one holder; `r`, `u` and `d` bytes per second of a link, of an uplink, of a
+downlink. Source of the bounds: an all-reduce of S among N peers needs 2 S (N - 1) bytes in all, for every part must
+leave all but one peer for its sum, and the sum must come to all but one; slots that all peers get from their holders
+need X (N - 1).
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ class Payload:
         shared_mib: Size of the shared parameters in fp32, in MiB.
         slot_mib: Size of one slot.
         slots: Slots in all, dealt out evenly.
-        bits: Bits per element on the wire.
+        bits: Bits per element of the shared parameters' delta.
+        slot_bits: Bits per element of a slot in the form in which other peers keep it.
     """
 
     shared_mib: int = 20
     slot_mib: int = 4
     slots: int = 16
     bits: float = 32.0
+    slot_bits: float = 32.0
 
     @property
     def shared_numel(self) -> int:
@@ -48,7 +51,7 @@ class Payload:
     @property
     def slots_bytes(self) -> float:
         """X."""
-        return self.slots * self.slot_numel * self.bits / 8
+        return self.slots * self.slot_numel * self.slot_bits / 8
 
 
 def bytes_per_second(mbit: float) -> float:

@@ -9,6 +9,7 @@ from benchmarks.testbed import Place
 from benchmarks.wan.actor import Actor, Actors, call_all, finish_all
 from benchmarks.wan.floors import Payload
 from benchmarks.wan.swarm_peer import CALL_SECONDS, PeerRound, start_peer
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.config import CodecConfig
 from spes_p2p.swarm.names import SHARED, VectorName
 
@@ -40,7 +41,8 @@ class SwarmCluster(Actors):
         folder: Receives the peers' files.
         peers: Number of peers.
         payload: The model's size.
-        codecs: Codecs of the vectors.
+        codecs: Codecs of the deltas.
+        kept: The form in which peers keep the others' slots; None for fp32.
         uplinks: Uplinks that peers state, by peer.
     """
 
@@ -52,6 +54,7 @@ class SwarmCluster(Actors):
         payload: Payload,
         *,
         codecs: CodecConfig | None = None,
+        kept: KeptForm | None = None,
         uplinks: dict[int, float] | None = None,
     ) -> None:
         super().__init__()
@@ -60,6 +63,7 @@ class SwarmCluster(Actors):
         self._peers = peers
         self._payload = payload
         self._codecs = codecs
+        self._kept = kept
         self._uplinks = uplinks or {}
         self.number = 0
         """The round of the newest versions."""
@@ -90,6 +94,7 @@ class SwarmCluster(Actors):
             initial_peers=self._addresses,
             slots=range(peer, self._payload.slots, self._peers),
             codecs=self._codecs,
+            kept=self._kept,
             uplink_mbit=self._uplinks.get(peer),
         )
 

@@ -20,6 +20,7 @@ from benchmarks.testbed import Place
 from benchmarks.wan.actor import Actor
 from benchmarks.wan.floors import Payload
 from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.config import CodecConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import Vectors
@@ -71,7 +72,8 @@ class SwarmPeer:
         initial_peers: Addresses to join.
         payload: The model's size.
         slots: What it holds.
-        codecs: How vectors travel.
+        codecs: How deltas travel.
+        kept: The form in which it fetches the others' slots; None for fp32.
         uplink_mbit: What it says that it can send.
     """
 
@@ -83,11 +85,13 @@ class SwarmPeer:
         payload: Payload,
         slots: Sequence[int],
         codecs: CodecConfig,
+        kept: KeptForm | None,
         uplink_mbit: float | None,
     ) -> None:
         torch.set_num_threads(1)
         logging.disable(logging.INFO)
         self._slots = tuple(slots)
+        self._kept = kept
         self._uplink_mbit = uplink_mbit
         self._names = [SHARED, *map(VectorName.of_slot, slots)]
         self._random = torch.Generator()
@@ -99,7 +103,7 @@ class SwarmPeer:
         node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, listen=listen)
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
         segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
-        vectors = Vectors(self._numels, segments)
+        vectors = Vectors(self._numels, segments, kept=kept)
         # All rounds start from here: the benchmark averages and exchanges, and certifies nothing. The founder is a
         # member, because a group without enough voters waits for them until its time is up.
         founder = initial_peers[0].rpartition("/p2p/")[2] if initial_peers else self._swarm.peer_id
@@ -147,7 +151,9 @@ class SwarmPeer:
         for name, mean in result.means.items():
             self._anchors[name] = self._anchors[name] - mean
         self._swarm.settle(result, result.means)
-        self._swarm.publish(number + 1, self._anchors)
+        slots = [name for name in self._names if name != SHARED]
+        forms = {name.kept: self._kept.encode(self._anchors[name]) for name in slots} if self._kept else {}
+        self._swarm.publish(number + 1, self._anchors | forms)
         self._pull_slots(result, number + 1)
         met_at = began + result.matchmaking_seconds
         return PeerRound(result.matchmaking_seconds, met_at, averaged_at, time.monotonic())
@@ -167,8 +173,8 @@ class SwarmPeer:
 
     def _pull_slots(self, result: RoundResult, round: int) -> None:
         """Fetch the others' slots as `training.slots` does."""
-        makers = {name: peers for name, peers in result.roster.groups.items() if name not in self._names}
-        self.pull(list(makers), [member.peer_id for member in result.roster], round)
+        names = [name.kept if self._kept else name for name in result.roster.groups if name not in self._names]
+        self.pull(names, [member.peer_id for member in result.roster], round)
 
     def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
         """Pull versions from peers, as newcomers do; return how long it took."""
@@ -217,9 +223,10 @@ def start_peer(
     initial_peers: Sequence[str] = (),
     slots: Sequence[int] = (),
     codecs: CodecConfig | None = None,
+    kept: KeptForm | None = None,
     uplink_mbit: float | None = None,
 ) -> Actor:
     """Start a peer in its namespace; see `SwarmPeer`."""
-    arguments = (initial_peers, payload, slots, codecs or CodecConfig(), uplink_mbit)
+    arguments = (initial_peers, payload, slots, codecs or CodecConfig(), kept, uplink_mbit)
     start = functools.partial(place.run_in, peer)
     return Actor(f"peer {peer}", SwarmPeer, folder / f"peer{peer}", place.host(peer), *arguments, start=start)

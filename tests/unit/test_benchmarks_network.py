@@ -61,7 +61,8 @@ def test_floors_are_those_worked_out_by_hand() -> None:
 
 
 def test_a_round_in_fewer_bits_is_as_much_shorter() -> None:
-    assert floors.round_bytes(Payload(bits=8), 4) == floors.round_bytes(Payload(), 4) / 4
+    assert floors.round_bytes(Payload(bits=8, slot_bits=8), 4) == floors.round_bytes(Payload(), 4) / 4
+    assert floors.round_bytes(Payload(bits=8), 4) == (2 * 5 + 64) * 3 / 4 * MIB
 
 
 def test_the_floor_of_unequal_links_is_the_other_one_where_links_are_equal() -> None:
