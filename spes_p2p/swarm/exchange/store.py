@@ -74,15 +74,24 @@ class VersionStore:
 
     # ------------------------------------------------------------------ adding
 
-    def add(self, items: Mapping[AnyName, tuple[Version, bytes | memoryview]]) -> None:
-        """Store verified versions with their bytes, visible all at once; delete the oldest ones."""
+    def add(
+        self,
+        items: Mapping[AnyName, tuple[Version, bytes | memoryview]],
+        hashes: Mapping[AnyName, bytes] | None = None,
+    ) -> None:
+        """Store verified versions with their bytes, visible all at once; delete the oldest ones.
+
+        Args:
+            items: The versions.
+            hashes: Hashes of their blocks; those left out are made when a peer first asks for the list.
+        """
         for version, data in items.values():
             self._write(version, data)
         with self._lock:
-            for version, data in items.values():
+            for name, (version, data) in items.items():
                 self._write(version, data)  # another thread may have displaced and deleted it since
                 self._insert(version)
-                self._hashes.setdefault(version.digest, b"")
+                self._hashes.setdefault(version.digest, (hashes or {}).get(name, b""))
 
     def _write(self, version: Version, data: bytes | memoryview) -> None:
         if not self.path(version).exists():

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from spes_p2p.codecs.vectors import to_bytes
+from spes_p2p.codecs.vectors import block_hashes, to_bytes
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange import store as version_store
-from spes_p2p.swarm.exchange.blocks import ALL, encode_have
+from spes_p2p.swarm.exchange.blocks import ALL, LIST, encode_have
 from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, VersionStore
 from spes_p2p.swarm.exchange.versions import MAX_REFUSED, RefusedVersions, Version
 
@@ -59,6 +59,14 @@ def test_a_version_of_the_same_round_replaces_the_old_one(tmp_path, make):
         store.add({"slot-1": make("slot-1", 5)})
     assert len(list(tmp_path.glob("*.bin"))) == 1
     assert_whole(store)
+
+
+def test_list_of_a_version_that_was_hashed_for_its_digest_is_served_without_reading_it_again(tmp_path, make):
+    store = VersionStore(tmp_path)
+    version, data = make("slot-1", 1)
+    store.add({"slot-1": (version, data)}, {"slot-1": block_hashes(data)})
+    store.path(version).unlink()
+    assert store.read_part(version.digest, LIST) == block_hashes(data)
 
 
 def test_versions_survive_a_restart(tmp_path, make):
