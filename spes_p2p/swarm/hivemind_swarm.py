@@ -27,7 +27,9 @@ from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
-from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
+from spes_p2p.swarm.network import Network
+from spes_p2p.swarm.p2p.introductions import Links
+from spes_p2p.swarm.p2p.machine import Machine
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record
@@ -50,12 +52,12 @@ MAX_NAMED = 8
 
 
 class HivemindSwarm:
-    """A peer's swarm over a Node; implements `Swarm`.
+    """A peer's swarm over a `Network`; implements `Swarm`.
 
     Start it before CUDA and before threads that hold locks: the averager is a forked process.
 
     Args:
-        node: This peer's host and DHT node; closed with the swarm.
+        network: This peer's network; a `Node` is closed with the swarm.
         directory: Directory of this peer's versions.
         serve: Whether to serve versions to other peers.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
@@ -64,19 +66,18 @@ class HivemindSwarm:
 
     def __init__(
         self,
-        node: Node,
+        network: Network,
         directory: Path,
         *,
         serve: bool = True,
         uplink_mbit: float | None = None,
         trains_alone: bool = False,
     ) -> None:
-        self.node = node
-        self.peer_id = node.peer_id
-        self.watchdog = Watchdog(node)
+        self.peer_id = network.peer_id
+        self._network = network
         self.bans = Bans()
         self._store = VersionStore(directory)
-        self.exchange = Exchange(node, self._store, serve=serve, uplink_mbit=uplink_mbit)
+        self.exchange = Exchange(network, self._store, serve=serve, uplink_mbit=uplink_mbit)
         self._averager: SparseAverager | None = None
         self._uplink_mbit = uplink_mbit
         self._trains_alone = trains_alone
@@ -95,13 +96,31 @@ class HivemindSwarm:
         """Whether the last attempt to average these deltas had a roster, whose members redo it."""
         self._reserved_at = self.now()
         self._links_rest_until = 0.0
-        self.links = Links(node)
-        if not node.client_mode:
-            DialBack(node)
-            Introducer(node)
-        self._membership = Membership(node)
-        if not node.has_met_peers:
-            self._membership.live_peers = frozenset(node.peerstore.addresses()) - {self.peer_id}
+        self._membership = Membership(network)
+        self._machine = Machine(network) if isinstance(network, Node) else None
+        if self._machine is not None:
+            self._membership.live_peers = self._machine.met_before()
+
+    @property
+    def machine(self) -> Machine:
+        """What keeps a real peer in touch with others."""
+        assert self._machine is not None, "a virtual peer has no machine"
+        return self._machine
+
+    @property
+    def node(self) -> Node:
+        """A real peer's host and DHT node."""
+        return self.machine.node
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """Notices when p2pd or the DHT has died."""
+        return self.machine.watchdog
+
+    @property
+    def links(self) -> Links:
+        """A real peer's direct connections to peers that take no calls."""
+        return self.machine.links
 
     def enter(
         self,
@@ -159,9 +178,11 @@ class HivemindSwarm:
             is_new=is_new or self.node.identity.is_new,
             finds=bool(recent),
         )
-        self.watchdog.start()
+        if self._machine is not None:
+            self._machine.watchdog.start()
         self._membership.start(rounds, self._beat)
-        self._membership.announce(Contact(peer_id=self.peer_id, addresses=self.node.contacts(), software=__version__))
+        addresses = () if self._machine is None else self._machine.node.contacts()
+        self._membership.announce(Contact(peer_id=self.peer_id, addresses=addresses, software=__version__))
         if recent:
             self._follow()
             self.consensus.find(recent, self.node.initial_peers())
@@ -169,7 +190,7 @@ class HivemindSwarm:
     # ------------------------------------------------------------------ records
 
     def now(self) -> float:
-        return self.node.now()
+        return self._network.now()
 
     @property
     def consensus(self) -> Consensus:
@@ -193,16 +214,16 @@ class HivemindSwarm:
 
     def _beat(self) -> None:
         """Keep, once per heartbeat, the others' addresses, and follow them."""
-        contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
-        others = {peer: contact.addresses for peer, contact in contacts.items() if peer != self.peer_id}
-        self.node.remember(others, first=self.known() or ())
+        if self._machine is not None:
+            contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
+            self._machine.remember(contacts, first=self.known() or ())
         self._follow()
 
     def _follow(self) -> None:
         """Learn where the others' chains of certificates end, and meet those behind routers."""
-        contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
-        hidden = {peer for peer, contact in contacts.items() if not contact.addresses}
-        self.links.seek(hidden & self._membership.last_read(Claim).keys(), contacts.keys() - hidden)
+        if self._machine is not None:
+            contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
+            self._machine.meet(contacts, self._membership.last_read(Claim).keys())
         self.read(Claim)
         self.read(Progress)
 
@@ -257,7 +278,7 @@ class HivemindSwarm:
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
         changes = {
-            "calls_only": self.node.client_mode,
+            "calls_only": self._network.client_mode,
             "links": self._stated_links(last),
             "invite": invite,
             "distrusts": self.bans.distrusted(last.round),
@@ -295,9 +316,9 @@ class HivemindSwarm:
 
         One of the connections may have ended without notice, and the attempt is redone without them.
         """
-        if self.now() < self._links_rest_until:
+        if self._machine is None or self.now() < self._links_rest_until:
             return ()
-        linked = self.links.connected_to(self._membership.last_read(Claim).keys())
+        linked = self._machine.links.connected_to(self._membership.last_read(Claim).keys())
         return stated_links(self.peer_id, linked, last)
 
     def _is_cut_off(self, expected: int, last: Body) -> bool:
@@ -465,10 +486,11 @@ class HivemindSwarm:
         if self._consensus is not None:
             self._consensus.close()
         self._membership.stop()
-        self.watchdog.stop()
         if self._averager is not None and self._averager.is_alive():
+            self.watchdog.stop()
             (self._averager.shutdown if self.node.p2p.is_running() else self._averager.terminate)()
-        self.node.close()
+        if self._machine is not None:
+            self._machine.close()
 
 
 def rules_of(rounds: RoundConfig, *, trains_alone: bool = False) -> Rules:

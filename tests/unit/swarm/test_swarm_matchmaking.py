@@ -121,7 +121,7 @@ def test_only_those_that_have_met_redo_a_round_and_all_meet_for_a_new_one():
 
     swarm = SimpleNamespace(
         consensus=SimpleNamespace(quorum=2, attempt=0, body_at=lambda round: last),
-        node=SimpleNamespace(client_mode=False),
+        _network=SimpleNamespace(client_mode=False),
         bans=SimpleNamespace(distrusted=lambda round: ()),
         peer_id=PEERS[0],
         _averager=SimpleNamespace(attempt=attempt),

@@ -13,6 +13,7 @@ from pulls import scripted, send_part
 
 from spes_p2p.codecs.vectors import BLOCK_BYTES, block_hashes, to_bytes
 from spes_p2p.config import RoundConfig
+from spes_p2p.sim.loop import EPOCH_SECONDS
 from spes_p2p.sim.network import VirtualNetwork, VirtualNode
 from spes_p2p.swarm.exchange.blocks import LIST
 from spes_p2p.swarm.exchange.exchange import CHUNK_SECONDS, Exchange
@@ -20,6 +21,7 @@ from spes_p2p.swarm.exchange.fetch import ABSENT_SECONDS
 from spes_p2p.swarm.exchange.protocol import DATA
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
@@ -100,6 +102,20 @@ def test_claims_of_live_peers_are_renewed_and_those_of_a_killed_one_end_with_its
     peers[1].membership.stop()
     peers[0].membership.wait(ROUNDS.lease_seconds + 1.0)
     assert set(peers[0].membership.read(Claim)) == {peers[0].peer_id}
+
+
+def test_swarms_pass_versions_and_records_over_any_network(world: World) -> None:
+    """A `HivemindSwarm` needs no p2pd; of its parts only the decisions and the averager do still."""
+    nodes = [world.network.node(hashed_peer_id(bytes([number])), "run") for number in (8, 9)]
+    one, two = (HivemindSwarm(node, world.folder / node.peer_id) for node in nodes)
+    one.keep_document("manifest", b"who may join")
+    assert two.exchange.documents("manifest", [one.peer_id]) == {one.peer_id: b"who may join"}
+    one.announce(Claim(peer_id=one.peer_id, state="active", max_slots=1, since=0.0))
+    assert set(two.read(Claim)) == set(two.contacts()) == {one.peer_id}
+    assert not two.wait(5.0) and two.now() == one.now() > EPOCH_SECONDS
+    for swarm in (one, two):
+        swarm.close()
+        assert swarm.wait(1e9)
 
 
 def test_a_cut_peer_waits_for_the_others_until_they_are_back(world: World) -> None:
