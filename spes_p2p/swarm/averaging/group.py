@@ -200,9 +200,7 @@ class Group:
             raise ExchangeError("opened a stream that is none of the group's, or one of them again")
         opened.set_result(None)
         place = self.plan.peers.index(peer)
-        receiving = self._take_parts(channel, place, lane)
-        if place in self.plan.senders:  # guard: receiver-fails
-            receiving = self._blaming(peer, receiving)
+        receiving = self._blaming(peer, self._take_parts(channel, place, lane))
         await self._converse(channel, self._send_means(channel, peer, lane), receiving)
 
     async def _converse(
@@ -210,7 +208,7 @@ class Group:
     ) -> None:
         """Send and receive over a stream until all has come; if the group fails first, say which member it has lost."""
         # A peer that does not read is noticed by what it does not send.
-        tasks = [asyncio.create_task(_quietly(work)) for work in (sending, receiving)]
+        tasks = [asyncio.create_task(_quietly(sending)), asyncio.create_task(receiving)]
         ends: set[asyncio.Future[Any]] = {tasks[1], self._failed}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -289,20 +287,30 @@ class Group:
 
     async def _take_parts(self, channel: Channel, place: int, lane: int) -> None:
         """Take a sender's parts; then wait until it hangs up."""
-        numbers = range(lane, len(self._mine), num_lanes(self.plan, self._me)) if place in self.plan.senders else ()
+        is_sender = place in self.plan.senders
         try:
-            for number in numbers:
+            for number in range(lane, len(self._mine), num_lanes(self.plan, self._me)) if is_sender else ():
                 began, num_bytes = self._clock(), num_bytes_of(self._mine[number])
                 data = await self._receive(channel, PART, num_bytes, self._limits.silence_seconds)
                 self.longest_gap = max(self.longest_gap, self._clock() - began)
                 self._accept(number, place, data)
-            with contextlib.suppress(DisconnectedError, TimeoutError):
-                await channel.receive({LOST: MAX_ID_BYTES})
+            if await self._has_given_up(channel) and is_sender:  # guard: receiver-fails
                 raise LostError("", "gave up")
         except LostError as error:
             # A sender's word blames nobody else: what it has noticed, this reducer notices too.
             await asyncio.wait({self._failed}, timeout=self._limits.silence_seconds)
             raise ExchangeError(str(error)) from error
+
+    async def _has_given_up(self, channel: Channel) -> bool:
+        """Wait until a member hangs up, or says that its group has failed; what else it sends is not read."""
+        try:
+            await channel.receive({LOST: MAX_ID_BYTES})
+        except (DisconnectedError, TimeoutError):
+            return False
+        except ExchangeError:
+            await asyncio.sleep(self._limits.attempt_seconds)
+            return False
+        return True
 
     def _accept(self, number: int, place: int, data: bytes) -> None:
         """Keep another sender's message; reduce it once those of all senders are here."""

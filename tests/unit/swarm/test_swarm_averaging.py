@@ -313,11 +313,10 @@ WRONG = {
     "another kind": lambda kind, data: [(b"?", data)],
     "what is no delta": lambda kind, data: [(kind, b"\xff" * len(data))],
     "a megabyte": lambda kind, data: [(kind, bytes(2**20))],
-    "too much": lambda kind, data: [(kind, data), (kind, data)],  # a second mean is not read
 }
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [*((each, PART) for each in WRONG), *((each, MEAN) for each in WRONG)][:-1])
+@pytest.mark.parametrize(("wrong", "kind"), [*((each, PART) for each in WRONG), *((each, MEAN) for each in WRONG)])
 def test_one_that_sends_what_is_impossible_is_named(wrong, kind):
     def tamper(sent: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
         return WRONG[wrong](sent, data) if sent == kind else [(sent, data)]
@@ -338,6 +337,34 @@ def test_what_cannot_be_read_is_left_out_where_enough_others_send_and_proves_its
         assert all(each.evidence[PEERS[1]].is_proof for peer, each in averaged.items() if peer != PEERS[1])
 
 
+def test_a_mean_that_cannot_be_one_fails_its_group():
+    def tamper(kind: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
+        values = torch.frombuffer(bytearray(data), dtype=torch.float32) if kind == MEAN else torch.empty(0)
+        return [(kind, (1000 * values).numpy().tobytes() if kind == MEAN else data)]
+
+    with swarm([member(peer) for peer in PEERS[:3]], "fp32", rogue=1, tamper=tamper) as here:
+        averaged = here.average()
+        assert_failed(averaged, PEERS[1])
+        assert PEERS[1] in averaged[PEERS[0]].evidence
+
+
+@pytest.mark.parametrize("kind", [PART, MEAN], ids=["parts", "means"])
+def test_one_that_goes_on_and_on_is_not_listened_to(kind):
+    counts = [0, 0]  # of an honest attempt, and of one that ends with more
+    extra: list[bytes] = []
+
+    def tamper(sent: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
+        counts[attempt] += sent == kind
+        if attempt and sent == kind and counts[1] == counts[0]:
+            extra.extend([data] * 5)
+        return [(sent, data)] + [(kind, each) for each in extra]
+
+    with swarm([member(peer) for peer in PEERS[:3]], "fp32", rogue=1, tamper=tamper) as here:
+        for attempt in range(2):
+            assert not any(each.failures for each in here.average(attempt).values())
+        assert extra
+
+
 def test_a_senders_word_blames_nobody_but_itself():
     def tamper(kind: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
         return [(LOST, PEERS[0].encode())]
@@ -353,7 +380,7 @@ def test_a_senders_word_blames_nobody_but_itself():
 @pytest.mark.parametrize("last", [(), (LOST, PEERS[0].encode()), (PART, b"of nothing")], ids=["", "blames", "sends"])
 def test_a_lost_replica_is_no_lost_member(last):
     """Its streams of the slot end, perhaps with a word that blames a holder, or with what nobody asked for."""
-    entries = [member(PEERS[0]), member(PEERS[1]), member(PEERS[2], slots=(), replicates=(1,))]
+    entries = [member(PEERS[0]), member(PEERS[1], uplink_mbit=0.2), member(PEERS[2], slots=(), replicates=(1,))]
     with swarm(entries) as here:
         replica = here.peers[PEERS[2]].averaging
         open_stream = replica._open
@@ -367,7 +394,10 @@ def test_a_lost_replica_is_no_lost_member(last):
             return channel
 
         replica._open = open_and_leave  # type: ignore[method-assign]
-        averaged = here.average()
+        averaged = here.average(late={PEERS[1]: 0.8 * SILENCE_SECONDS})
+        assert averaged[PEERS[0]].seconds > SILENCE_SECONDS, (
+            "the group lasts longer than the replica's word is pondered"
+        )
         assert averaged[PEERS[2]].failures.keys() == {SLOT}
         assert all(averaged[peer].means.keys() == {SHARED, SLOT} for peer in PEERS[:2])
 
