@@ -124,7 +124,7 @@ class Averaging:
         limits = Limits(patience.seconds, self._silence.seconds, RateLimit(self._uplink_mbit))
         self._drop_residuals(next((member.slots for member in roster if member.peer_id == me), ()))
         meeting = meeting_of(roster, attempt)
-        plans = await self._work(self._plans, roster)
+        plans = await self._work(self._plans, roster, attempt)
         groups = {
             name: Group(
                 plan,
@@ -174,7 +174,7 @@ class Averaging:
 
     # ------------------------------------------------------------------ groups
 
-    def _plans(self, roster: Roster) -> dict[VectorName, GroupPlan | None]:
+    def _plans(self, roster: Roster, attempt: int) -> dict[VectorName, GroupPlan | None]:
         """Return the plans of the groups that this peer is in; None if none of the members can reduce."""
         plans: dict[VectorName, GroupPlan | None] = {}
         for name, members in roster.groups.items():
@@ -183,7 +183,7 @@ class Averaging:
                 continue
             can_reduce = len(members) == 1 or any(roster.reducing((*members, *replicas), replicas))
             format = self._encoding.format(name, roster.round + 1)
-            plans[name] = GroupPlan.in_roster(roster, members, format, replicas) if can_reduce else None
+            plans[name] = GroupPlan.in_roster(roster, members, format, replicas, attempt) if can_reduce else None
         return plans
 
     def _work(self, function: Callable[..., T], *args: object) -> asyncio.Future[T]:

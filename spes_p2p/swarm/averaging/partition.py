@@ -7,6 +7,7 @@ with any codec and any order of arrival.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import statistics
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +27,8 @@ LANES, STREAMS = 4, 12
 """Largest number of streams from one member to one reducer, and about the number of streams from one member in all.
 A stream begins with a narrow window, which widens by round trips: one or two streams leave a fast link idle for most of
 a slice, and many cost processor time."""
+ALL_REDUCE = 2
+"""Attempts in which all members reduce that can."""
 MIN_SENDERS = 5
 """Senders below which an outlier cannot be told from the others."""
 MAX_TIMES_MEDIAN = 4.0
@@ -85,6 +88,20 @@ def reduced_shares(uplinks: Sequence[float]) -> list[float]:
             break
         active.pop()
     return [(level * uplinks[i] - 1) / (n - 2) if i in set(active) else 0.0 for i in range(n)]
+
+
+def drawn_uplinks(peers: Sequence[str], uplinks: Sequence[float], attempt: int) -> list[float]:
+    """Return the uplinks of the members that reduce in an attempt: from the third on of about half, others each time.
+
+    A reducer that sends members different means is named by nobody, and would make every attempt fail.
+    """
+    if attempt < ALL_REDUCE:
+        return list(uplinks)
+    drawn = [
+        uplink if hashlib.sha256(f"{attempt} {peer}".encode()).digest()[0] % 2 else 0.0
+        for peer, uplink in zip(peers, uplinks, strict=True)
+    ]
+    return drawn if any(drawn) else list(uplinks)  # guard: reducers-drawn
 
 
 def slices(format: Format, shares: Sequence[float]) -> list[list[Message]]:
@@ -236,7 +253,7 @@ class GroupPlan:
 
     @classmethod
     def in_roster(
-        cls, roster: Roster, peers: Sequence[str], format: Format, replicas: Collection[str] = ()
+        cls, roster: Roster, peers: Sequence[str], format: Format, replicas: Collection[str] = (), attempt: int = 0
     ) -> GroupPlan:
         """Return the plan of the group of these members of a roster, ascending, and of its replicas.
 
@@ -249,7 +266,7 @@ class GroupPlan:
         return cls.of(
             peers,
             [tokens[peer] for peer in peers],
-            roster.reducing(peers, replicas),
+            drawn_uplinks(peers, roster.reducing(peers, replicas), attempt),
             format,
             [roster.weights[peer] for peer in peers],
             roster.usual_tokens,

@@ -348,6 +348,27 @@ def test_a_mean_that_cannot_be_one_fails_its_group():
         assert PEERS[1] in averaged[PEERS[0]].evidence
 
 
+def test_a_reducer_that_tells_each_member_another_mean_does_not_fail_every_attempt():
+    values = iter(range(1, 10**6))
+
+    def tamper(kind: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
+        if kind == MEAN:
+            data = (
+                (torch.frombuffer(bytearray(data), dtype=torch.float32) * (1 + 0.01 * next(values) % 1))
+                .numpy()
+                .tobytes()
+            )
+        return [(kind, data)]
+
+    def is_one_mean(averaged: dict[str, Averaged]) -> bool:
+        means = [each.means[SHARED] for peer, each in averaged.items() if peer != PEERS[1]]
+        return all(torch.equal(mean, means[0]) for mean in means)
+
+    with swarm([member(peer) for peer in PEERS[:4]], "fp32", rogue=1, tamper=tamper) as here:
+        agreed = [is_one_mean(here.average(attempt)) for attempt in range(8)]
+        assert not agreed[0] and any(agreed)
+
+
 @pytest.mark.parametrize("kind", [PART, MEAN], ids=["parts", "means"])
 def test_one_that_goes_on_and_on_is_not_listened_to(kind):
     counts = [0, 0]  # of an honest attempt, and of one that ends with more
