@@ -196,6 +196,8 @@ class Membership:
 
     def _renew_now(self) -> None:
         for kind in list(self._renewed):
+            if self.is_stopped:  # the DHT may have died, and each record would take its time
+                return
             with self._renewing:  # otherwise an old record could replace one announced meanwhile
                 self._store(self._renewed[kind], self._rounds.lease_seconds)
         self.read(Contact)
