@@ -264,6 +264,23 @@ def test_all_learn_at_once_which_member_has_died(size, num_messages):
         assert here.network.loop.time() - began < 3 * SILENCE_SECONDS
 
 
+def test_a_member_that_gives_an_attempt_up_ends_it_for_all_at_once_and_blames_nobody():
+    with swarm([member(peer) for peer in PEERS[:4]]) as here:
+        gives_up = here.peers[PEERS[1]].averaging
+        average = gives_up.average
+
+        async def cancelled(*args: Any) -> Averaged:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(average(*args), 0.05)
+            return Averaged()
+
+        gives_up.average = cancelled  # type: ignore[method-assign]
+        averaged = here.average()
+        others = [each for peer, each in averaged.items() if peer != PEERS[1]]
+        assert not averaged[PEERS[1]].means
+        assert all(SHARED in each.failures and not each.lost and each.seconds < 1.0 for each in others)
+
+
 def test_one_that_is_dead_from_the_start_is_named():
     with swarm([member(peer) for peer in PEERS[:4]]) as here:
         here.peers[PEERS[2]].node.close()
