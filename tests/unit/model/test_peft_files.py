@@ -95,7 +95,8 @@ def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(
         optimizer.zero_grad()
         expected.append(loss.item())
     trainer = Trainer(model, TRAIN, Batches(batches), Ranks("cpu"))
-    assert [trainer.step(RATE).loss for _ in batches] == pytest.approx(expected, abs=1e-5)
+    # Sums in another order: on a processor with AVX-512 the losses differ by 4.4e-6 of themselves after twelve steps.
+    assert [trainer.step(RATE).loss for _ in batches] == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0] - 0.5, "it learns"
 
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
