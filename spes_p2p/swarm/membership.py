@@ -141,16 +141,9 @@ class Membership:
             known: Peers that one of the last certificates names: a ghost is no swarm. None counts all.
             seconds: Time after which the run may go on without the others.
         """
-        with contextlib.suppress(TimeoutError):  # this machine stood still
-            return self._network.run(self._wait_for_live_peers(round, known, seconds), seconds + SPARE_SECONDS)
-        return True
-
-    async def _wait_for_live_peers(self, round: int, known: Collection[str] | None, seconds: float) -> bool:
-        loop, began = asyncio.get_running_loop(), self._network.now()
-        ends_at = loop.time() + seconds
-        while loop.time() < ends_at and not self.is_stopped:
-            await self._pause(POLL_SECONDS)
-            if not self.is_stopped and not await asyncio.to_thread(self.say_if_lost, round, known, began, seconds):
+        began = self._network.now()
+        while self._network.now() < began + seconds and not self.wait(POLL_SECONDS):
+            if not self.say_if_lost(round, known, began, seconds):
                 return True
         return False
 
