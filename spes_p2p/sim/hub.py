@@ -28,8 +28,8 @@ from spes_p2p.swarm.averaging.partition import (
 from spes_p2p.swarm.certificate import (
     MAX_VOTERS,
     Body,
-    Confirmation,
     MemberEntry,
+    Result,
     genesis,
     make_body,
     max_leaving,
@@ -105,7 +105,7 @@ class MemoryHub:
         self._min_peers = min_peers
         self._shrink_seconds = shrink_seconds
         self._gone: set[str] = set()
-        self._confirmations: dict[str, Confirmation] = {}
+        self._confirmations: dict[str, Result] = {}
         self._decided: set[str] = set()
         """Peers that have a result of this attempt, or have given it up."""
         self._ended: set[str] = set()
@@ -168,7 +168,7 @@ class MemoryHub:
         members = result.roster.entries if result.roster else ()
         if self.bodies[-1].digest == last.digest and self.attempt == attempt:
             if SHARED in digests:
-                self._confirmations[peer] = Confirmation(
+                self._confirmations[peer] = Result(
                     run=last.run,
                     round=last.round + 1,
                     previous=last.digest,

@@ -89,7 +89,7 @@ def average_alone(swarm, *others):
     swarm.enter(ROUNDS, VECTORS, start_of((swarm.peer_id, *others)), max_slots=0)
     swarm.announce(Claim(peer_id=swarm.peer_id, state="active", max_slots=0, since=1.0))
     item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
-    return item, average(swarm, item.member, item.deltas, expected=1, closes_from=0.0)
+    return item, average(swarm, item.member, item.deltas, expected=[swarm.peer_id], closes_from=0.0)
 
 
 def known(folder, *addresses):
