@@ -134,14 +134,11 @@ class Agreement:
             if not await self._attempt(last, attempt, part):
                 self._go_to(attempt + 1)
                 return None
-            while not self._is_over(last, attempt):
+            if not self._is_over(last, attempt):
                 self.following.ask_next()
+                # Ahead of a quorum it would be alone in its attempts: it enters this one again, and leads it again.
                 if self.attempts.of_quorum(self.voter.quorum) >= attempt:
                     self._go_to(min(attempt + 1, MAX_ATTEMPT))
-                    break
-                # Ahead of a quorum it would be alone in its attempts; the others may not know yet that it is in this.
-                self._enter(last, attempt, part.member)
-                await self.until(partial(self._is_over, last, attempt), self._rules.meeting_seconds)
         found = self.chain.body_at(last.round + 1)
         return found if found is not None and found.previous == last.digest else None
 
@@ -178,7 +175,7 @@ class Agreement:
             self.attempts.num_slow += self._loop_time() >= ends
             return True
         patience = slower * rules.decision_seconds
-        if of.roster is not None and self._me in of.roster.groups[SHARED]:
+        if of.roster is not None and of.has_member(self._me) and self._me not in of.results:
             outcome = await part.average(of.roster, attempt)
             if outcome.digests is None:
                 return False
@@ -295,7 +292,7 @@ class Agreement:
 
         seconds = max(0.0, part.closes_from - self._wire.now()) + self._rules.meeting_seconds
         if not await self.until(is_complete, seconds):
-            await self.until(has_quorum, self._rules.averaging_seconds)
+            await self.until(has_quorum, 2 * self._slower * self._rules.meeting_seconds)
         return [there[peer] for peer in sorted(there)]
 
     async def _collect(
