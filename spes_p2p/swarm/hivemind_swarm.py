@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spes_p2p import __version__
 from spes_p2p.codecs.paged import PagedVector
-from spes_p2p.codecs.vectors import block_hashes, digest_of, to_bytes
+from spes_p2p.codecs.vectors import block_hashes, to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
@@ -403,10 +403,7 @@ class HivemindSwarm:
     def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
         data = {name: to_bytes(flat_N) for name, flat_N in bundles.items()}
         hashes = {name: block_hashes(each) for name, each in data.items()}
-        versions = {
-            name: Version(name=name, round=round, digest=digest_of(hashes[name]), num_bytes=len(each))
-            for name, each in data.items()
-        }
+        versions = {name: Version.of(name, round, each, hashes[name]) for name, each in data.items()}
         self._store.add({name: (versions[name], each) for name, each in data.items()}, hashes)
         return versions
 

@@ -22,8 +22,6 @@ REPORT_SECONDS = 300.0
 POLL_SECONDS = 1.0
 SAY_SECONDS = 20.0
 STOP_SECONDS = 1.0
-SPARE_SECONDS = 60.0
-"""Time beyond a wait's end for what it last read."""
 
 
 class Membership:
@@ -75,7 +73,7 @@ class Membership:
         """Wait so long, or until `stop` is called; return whether it was."""
         if not self.is_stopped:
             with contextlib.suppress(TimeoutError):  # this machine stood still
-                self._network.run(self._pause(seconds), seconds + SPARE_SECONDS)
+                self._network.run(self._pause(seconds), seconds + STOP_SECONDS)
         return self.is_stopped
 
     async def _pause(self, seconds: float) -> None:

@@ -258,6 +258,7 @@ class GroupPlan:
         """Return the plan of the group of these members of a roster, ascending, and of its replicas.
 
         Tokens are capped within the whole roster: most slots have too few holders to tell which of them overstates.
+        The attempt at the round, from 0, decides who reduces (`drawn_uplinks`).
         """
         capped = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
         tokens = dict(zip([member.peer_id for member in roster], capped, strict=True))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from spes_p2p.codecs.vectors import digest
+from spes_p2p.codecs.vectors import block_hashes, digest_of
 from spes_p2p.swarm.names import SLOT, VectorName
 from spes_p2p.swarm.records import Count, Digest, Strict
 
@@ -40,9 +40,9 @@ class Version(Strict):
     num_bytes: Annotated[Count, Field(gt=0)]
 
     @classmethod
-    def of(cls, name: str, round: int, data: bytes | memoryview) -> Version:
-        """Name the version with these bytes."""
-        return cls(name=name, round=round, digest=digest(data), num_bytes=len(data))
+    def of(cls, name: str, round: int, data: bytes | memoryview, hashes: bytes = b"") -> Version:
+        """Name the version with these bytes; `hashes` are those of its blocks, if they have been made already."""
+        return cls(name=name, round=round, digest=digest_of(hashes or block_hashes(data)), num_bytes=len(data))
 
 
 class RefusedVersions:
