@@ -214,7 +214,7 @@ def _explanation(measured: dict[str, Any]) -> Iterator[str]:
     yield from (
         "## What is counted",
         "",
-        "- Kill: SIGKILL of the peer; the kernel takes its p2pd, DHT and averager along. Freeze: SIGSTOP of all four.",
+        "- Kill: SIGKILL of the peer; the kernel takes its p2pd and DHT along. Freeze: SIGSTOP of all three.",
         "  Cut: every packet from and to it is lost, in an emulated internet of 10 ms. In each case the victim stands",
         "  still at the moment named while it is struck.",
         "- Wrong or partial: what a peer commits, in that round or later, is not bit for bit the weighted mean over",

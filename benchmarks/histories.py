@@ -1,162 +1,208 @@
-"""Certificates in random histories: crashes, lost messages, partitions, restarts, and proposers that cheat.
+"""Agreement in random histories: crashes, lost messages, cuts, restored disks, and peers that lie.
 
     python -m benchmarks.histories --count 10000 --write
+    python -m benchmarks.histories --kind twice --count 1000 --write
 
-With `--write`, histories that are on record with the same code count too, and the record grows as they end: 10,000 take
-two hours of two cores.
+With `--write`, histories that are on record with the same code count too, and the record grows as they end.
 Each history is a swarm in virtual time. Chaos lasts for some rounds; then the network heals, and more than half of the
 voters stay up. Reported: forks, certificates that a disk kept and the run has lost, those that no disk has because all
 that had them were restored from older backups, and runs that stand though more than half of the voters answer.
-Nodes (`history_nodes`) run `spes_p2p.swarm.decision` as it is; keys are HMACs, because 10,000 histories need millions
-of signatures.
+Nodes (`history_peers`, `history_liars`) run `spes_p2p.swarm.agreement` as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing import Pool
+from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import ROOT
-from benchmarks.history_nodes import LEASE_SECONDS, LIARS, NUM_SLOTS, RULES, Alone, Node, Twice, World, hashed
+from benchmarks.history_liars import LIARS, PROVEN
+from benchmarks.history_peers import LEASE_SECONDS, NUM_SLOTS, RULES, Node, World, hashed
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import program_digest
 from spes_p2p.fs import write_atomic
+from spes_p2p.sim.loop import VirtualLoop
 from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
-from spes_p2p.swarm.votes import Ballot, barred
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "histories.json"
 QUIET_SECONDS = 3600.0
 """Virtual time after the chaos in which a round must be certified."""
-
-BROKEN = ("forks", "lost", "stands", "apart", "wrongly_convicted")
-"""What must not happen."""
-BROKEN_TWICE = ("unproven", "stands", "wrongly_convicted")
-"""What must not happen where a voter signs twice: it can fork the chain, and is proven guilty by that."""
+BROKEN = {
+    "honest": ("forks", "lost", "stands", "apart", "wrongly_convicted"),
+    "twice": ("unproven", "stands", "wrongly_convicted"),
+    "set_back": ("unproven", "stands", "wrongly_convicted"),
+}
+"""What must not happen, by kind: a minority lies at most; a voter signs twice; a disk is set back without notice."""
 WRITTEN_EVERY = 100
+KINDS = LIARS | PROVEN
 
-LIES = ("", "", "silent", "omits", "partial", "hides", "refuses", "mean", "alone", "forges")
 
-
-def history(seed: int, twice: bool = False) -> dict[str, Any]:
+async def history(seed: int, kind: str = "honest", only: str = "") -> dict[str, Any]:
     """Run one history; return what went wrong, and what happened."""
-    rng = random.Random(f"histories {seed} {twice}")
-    world = World(seed, rng)
+    rng = random.Random(f"histories {seed} {kind}")
+    world, peers, lies = _begin(seed, kind, only, rng)
+    await _run(60)
+    for peer, lie in zip(peers, lies, strict=True):
+        if lie and not isinstance(world.nodes[peer], KINDS[lie]):
+            world.turn(peer, KINDS[lie])
+    await _chaos(world, rng, kind)
+    end = rng.choice(["peace"] * 6 + ["halves", "massacre"]) if kind == "honest" else "peace"
+    dead = await _calm(world, rng, end)
+    honest = [node for node in world.nodes.values() if node.is_honest and node.is_up]
+    head = max(honest, key=lambda node: node.last.round).last
+    good = [each.peer_id for each in honest if each.peer_id in head.voters and not each.agreement.voter.is_lost]
+    # Without a majority, the rest goes on only if it is whole: no liar, no lost promises.
+    rest = [peer for peer in head.voters if peer not in dead]
+    answers = 2 * len(good) > len(head.voters) if end != "massacre" else good == rest and bool(rest)
+    began = world.now
+    await _run(QUIET_SECONDS, lambda: all(node.last.round > head.round + 2 for node in honest))
+    healed = world.now - began
+    stands = answers and any(node.last.round <= head.round for node in honest)
+    for node in world.nodes.values():
+        node.stop()
+    liars = [peer for peer, lie in zip(peers, lies, strict=True) if lie]
+    return _judge(world, honest) | {
+        "stands": stands,
+        "rounds": max(node.last.round for node in honest),
+        "healed": round(healed) if answers else 0,
+        "attempts": max(node.most_attempts for node in honest),
+        "turns": max(node.most_turns for node in honest),
+        "idle_liars": sum(not world.lies[peer] for peer in liars),
+        "lies": "+".join(lie for lie in lies if lie),
+        "end": end,
+        "seed": seed,
+    }
+
+
+def _begin(seed: int, kind: str, only: str, rng: random.Random) -> tuple[World, list[str], list[str]]:
+    """Start a swarm; return it with its peers and the lie of each."""
     num = rng.randint(3, 9)
     peers = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(num)]
-    start = genesis("histories", peers[0], hashed("manifest"), NUM_SLOTS)
-    faulty = set(rng.sample(peers[1:], (num - 1) // 4)) if not twice else {rng.choice(peers[1:])}
-    for peer in peers:
-        lie = "" if peer not in faulty else ("twice" if twice else rng.choice(LIES))
-        world.nodes[peer] = LIARS.get(lie, Node)(world, peer, start)
-    for peer in peers:
+    world = World(seed, rng, genesis("histories", peers[0], hashed("manifest"), NUM_SLOTS))
+    faulty = set(rng.sample(peers[1:], (num - 1) // 4)) if kind == "honest" else set()
+    faulty = {rng.choice(peers[1:])} if kind == "twice" else faulty
+    names = sorted(PROVEN if kind == "twice" else LIARS)
+    lies = [(only or rng.choice(names)) if peer in faulty else "" for peer in peers]
+    for peer, lie in zip(peers, lies, strict=True):
+        lies_at_once = lie and rng.random() < 0.3  # else once it is a voter
+        world.nodes[peer] = (KINDS[lie] if lies_at_once else Node)(world, peer)
         world.nodes[peer].start()
-    world.run(60)
-    end = rng.choice(["peace"] * 6 + ["halves", "massacre"]) if not twice else "peace"
+    return world, peers, lies
+
+
+async def _run(seconds: float, done: Callable[[], bool] = lambda: False) -> None:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while loop.time() < until and not done():
+        await asyncio.sleep(min(5.0, until - loop.time()))
+
+
+async def _chaos(world: World, rng: random.Random, kind: str) -> None:
     world.loss = rng.choice([0.0, 0.02, 0.1, 0.3])
     share = rng.choice([0.0, 0.0, 0.01, 0.05])
     for node in world.nodes.values():
         node.crash_share = share
-    chaos_ends = rng.uniform(300, 900)
-    while world.now < chaos_ends:
-        _disturb(world, rng)
-        world.run(world.now + rng.expovariate(1 / 20))
-    world.loss, world.cut = 0.0, set()
-    dead: set[str] = set()
-    if end != "peace":
-        voters = max((node.last for node in world.nodes.values()), key=lambda body: body.round).voters
-        half = set(rng.sample(sorted(voters), (len(voters) + 1) // 2))
-        if end == "massacre":
-            dead = half
-        else:
-            world.cut = {(a, b) for a in world.nodes for b in world.nodes if (a in half) != (b in half)}
+    ends = world.now + rng.uniform(240, 840)
+    while world.now < ends:
+        _disturb(world, rng, kind)
+        await asyncio.sleep(rng.expovariate(1 / 20))
+
+
+def _disturb(world: World, rng: random.Random, kind: str) -> None:
+    nodes = list(world.nodes.values())
+    node = rng.choice(nodes)
+    event = rng.choice(["crash", "crash", "cut", "heal", "split", "late", "restore", "backup"])
+    if event == "crash" and node.is_up:
+        node.crash(rng.uniform(1, 200))
+    elif event == "cut":
+        world.cut.add((node.peer_id, rng.choice(nodes).peer_id))
+    elif event == "heal":
+        world.cut.clear()
+    elif event == "split":
+        world.split(set(rng.sample([each.peer_id for each in nodes], len(nodes) // 2)))
+        asyncio.get_running_loop().call_later(rng.uniform(10, 100), world.cut.clear)
+    elif event == "late" and len(nodes) < 12:
+        peer = hashed_peer_id(f"{world.seed}:late{len(nodes)}".encode())
+        drops = kind == "honest" and rng.random() < 0.1
+        world.nodes[peer] = (KINDS["drops"] if drops else Node)(world, peer)
+        world.nodes[peer].start()
+    elif event == "backup":
+        node.back_up()
+    elif event == "restore" and node.backup is not None:
+        node.restore(is_noticed=kind != "set_back" or rng.random() < 0.5)
+
+
+async def _calm(world: World, rng: random.Random, end: str) -> set[str]:
+    """End the chaos: in peace, with half of the voters dead, or cut in halves for long; return the dead."""
+    world.loss = 0.0
+    world.cut.clear()
+    voters = max((node.last for node in world.nodes.values()), key=lambda body: body.round).voters
+    half = set(rng.sample(sorted(voters), (len(voters) + 1) // 2))
+    dead = half if end == "massacre" else set()
+    if end == "halves":
+        world.split(half)
     for peer, node in world.nodes.items():
         node.crash_share = 0.0
         if peer in dead:
-            node.is_dead = True
-            node.crash(0.0)
+            node.stop()
         elif not node.is_up:
             node.start()
     if end == "halves":
-        world.run(world.now + 3 * RULES.shrink_seconds)
-        world.cut = set()
-        world.run(world.now + 2 * LEASE_SECONDS)
-    honest = [node for node in world.nodes.values() if node.is_honest and node.is_up]
-    head = max(honest, key=lambda node: node.last.round).last
-    good = [node.peer_id for node in honest if node.peer_id in head.voters and node.decider.voter.may_vote]
-    # Without a majority, the rest goes on only if it is whole: no liar, no lost ballot.
-    rest = [peer for peer in head.voters if peer not in dead]
-    answers = 2 * len(good) > len(head.voters) if end != "massacre" else good == rest and bool(rest)
-    world.run(world.now + QUIET_SECONDS, lambda: all(node.last.round > head.round + 2 for node in honest))
-    stands = answers and any(node.last.round <= head.round for node in honest)
-    judged = _judge(world, honest)
-    return judged | {"seed": seed, "end": end, "stands": stands, "rounds": max(n.last.round for n in honest)}
-
-
-def _disturb(world: World, rng: random.Random) -> None:
-    nodes = list(world.nodes.values())
-    node = rng.choice(nodes)
-    kind = rng.choice(["crash", "crash", "cut", "heal", "split", "late", "restore", "backup"])
-    if kind == "crash" and node.is_up:
-        node.crash(rng.uniform(1, 200))
-    elif kind == "cut":
-        world.cut.add((node.peer_id, rng.choice(nodes).peer_id))
-    elif kind == "heal":
+        await asyncio.sleep(3 * RULES.shrink_seconds)
         world.cut.clear()
-    elif kind == "split":
-        half = set(rng.sample([n.peer_id for n in nodes], len(nodes) // 2))
-        world.cut |= {(a, b) for a in world.nodes for b in world.nodes if (a in half) != (b in half)}
-        world.after(rng.uniform(10, 100), world.cut.clear)
-    elif kind == "late" and len(nodes) < 12:
-        peer = hashed_peer_id(f"{world.seed}:late{len(nodes)}".encode())
-        world.nodes[peer] = Node(world, peer, nodes[0].genesis)
-        world.nodes[peer].start()
-    elif kind == "backup":
-        node.backup = node.disk, list(node.chain)
-    elif kind == "restore" and node.backup is not None:
-        # `BallotFile` notices by the inode's time.
-        ballot, node.chain = node.backup[0], list(node.backup[1])
-        node.disk = barred(ballot, world.now) if ballot is not None else Ballot(barred_at=world.now)
-        has = {certificate.body.digest for certificate in node.chain}
-        for digest in world.adopted.keys() - has:
-            world.adopted[digest].discard(node.peer_id)
-        node.crash(1.0)
+        await asyncio.sleep(2 * LEASE_SECONDS)
+    return dead
 
 
 def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
-    unshrunk: dict[tuple[int, str], set[str]] = defaultdict(set)
+    unshrunk: dict[str, set[str]] = defaultdict(set)
     for body in world.certified.values():
         if not body.shrunk:
-            unshrunk[body.round, body.previous].add(body.digest)
-    forked = [round for round, digests in unshrunk.items() if len(digests) > 1]
+            unshrunk[body.previous].add(body.digest)
+    forks = sum(len(digests) > 1 for digests in unshrunk.values())
     final = max(honest, key=lambda node: node.last.round)
     kept = {certificate.body.digest for certificate in final.chain}
     missing = [disks for digest, disks in world.adopted.items() if digest not in kept]
     shrunk = sum(bool(body.shrunk) for body in world.certified.values())
+    is_judged = not (shrunk or forks)
     guilty = set(world.proven_at)
-    out = [0]
-    for peer, round in world.proven_at.items():
-        there = sum(peer in c.body.voters for c in final.chain if c.body.round > round)
-        out.append(there)
+    bodies = [certificate.body for certificate in final.chain]
+    out = [sum(peer in b.voters for b in bodies if b.round > round) for peer, round in world.proven_at.items()]
+    shared = min(node.last.round for node in honest)
+    ends = {each.digest for node in honest if (each := node.agreement.chain.body_at(shared)) is not None}
     return {
-        "forks": len(forked),
-        "unproven": len(forked) if forked and not guilty else 0,
-        "lost": 0 if shrunk or forked else sum(map(bool, missing)),
-        "on_no_disk": 0 if shrunk or forked else sum(not disks for disks in missing),
+        "forks": forks,
+        "unproven": forks if not guilty else 0,
+        "lost": sum(map(bool, missing)) if is_judged else 0,
+        "on_no_disk": sum(not disks for disks in missing) if is_judged else 0,
         "shrunk": shrunk,
-        "judged": not (shrunk or forked),
+        "judged": is_judged,
         "proven": len(guilty),
-        "wrongly_convicted": sum(not isinstance(world.nodes[peer], Twice | Alone) for peer in guilty),
-        "rounds_until_out": max(out),
-        "apart": len({node.chain[min(n.last.round for n in honest) - 1].body.digest for node in honest}) - 1,
+        "wrongly_convicted": sum(world.nodes[p].is_honest and p not in world.set_back for p in guilty),
+        "rounds_until_out": max(out, default=0),
+        "apart": max(len(ends) - 1, 0),
     }
+
+
+def history_of(which: tuple[int, str, str]) -> dict[str, Any]:
+    """Run the history of a seed, a kind and perhaps one lie."""
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(history(*which))
+    finally:
+        loop.close()
 
 
 def main() -> int:
@@ -164,40 +210,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000, help="how many, with those on record")
     parser.add_argument("--first", type=int, default=0, help="seed of the first, where none is on record")
-    parser.add_argument("--twice", action="store_true", help="one voter signs twice")
+    parser.add_argument("--kind", choices=list(BROKEN), default="honest")
+    parser.add_argument("--liar", choices=[*LIARS, *PROVEN], default="", help="the only lie")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--write", action="store_true", help=f"keep the counts in {RESULTS}")
+    parser.add_argument("-v", action="store_true", help="show what the peers log")
     args = parser.parse_args()
-    load = load_average()
-    kind, broken = ("twice", BROKEN_TWICE) if args.twice else ("honest", BROKEN)
-    counts = {"code": _code(), "first": args.first, "histories": 0, "rounds_until_out": 0}
-    known = _on_record().get(kind, {}) if args.write else {}
+    if args.write and args.liar:
+        parser.error("--write keeps histories with all lies only")
+    load, broken = load_average(), BROKEN[args.kind]
+    counts: dict[str, Any] = {"code": _code(), "first": args.first, "histories": 0}
+    known = _on_record().get(args.kind, {}) if args.write else {}
     if known.get("code") == counts["code"]:
         counts = {key: value for key, value in known.items() if key != "circumstances"}
     seeds = range(counts["first"] + counts["histories"], counts["first"] + args.count)
-    with Pool(args.processes, logging.disable, (logging.WARNING,)) as pool:
-        for found in pool.imap(history_of, [(seed, args.twice) for seed in seeds], chunksize=4):
-            if any(found[key] for key in broken):
-                print(json.dumps(found), file=sys.stderr)
-            _add(counts, found)
-            if args.write and counts["histories"] % WRITTEN_EVERY == 0:
-                _write(kind, counts, load)
+    which = [(seed, args.kind, args.liar) for seed in seeds]
+    if args.v:
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        found_all: Iterator[dict[str, Any]] = map(history_of, which)
+    else:
+        found_all = Pool(args.processes, logging.disable, (logging.WARNING,)).imap(history_of, which, chunksize=4)
+    for found in found_all:
+        if any(found[key] for key in broken):
+            print(json.dumps(found), file=sys.stderr, flush=True)
+        _add(counts, found)
+        if args.write and counts["histories"] % WRITTEN_EVERY == 0:
+            _write(args.kind, counts, load)
     print(json.dumps(counts))
     if args.write:
-        _write(kind, counts, load)
+        _write(args.kind, counts, load)
     return 1 if any(counts.get(key) for key in broken) else 0
-
-
-def history_of(which: tuple[int, bool]) -> dict[str, Any]:
-    """Run the history of a seed, in which a voter signs twice or not."""
-    return history(*which)
 
 
 def _add(counts: dict[str, Any], found: dict[str, Any]) -> None:
     counts["histories"] += 1
-    counts["rounds_until_out"] = max(counts["rounds_until_out"], found["rounds_until_out"])
     for key, value in found.items():
-        if key not in ("seed", "end", "rounds_until_out"):
+        if key in ("rounds_until_out", "attempts", "turns", "healed"):
+            counts[key] = max(counts.get(key, 0), value)
+        elif key not in ("seed", "end", "lies"):
             counts[key] = counts.get(key, 0) + int(value)
 
 
@@ -213,9 +263,20 @@ def _write(kind: str, counts: dict[str, Any], load: float) -> None:
 
 def _code() -> str:
     """Return a digest of what decides in a history, and of what draws and judges it."""
-    names = ("certificate", "certificate_checks", "chain", "decision", "votes")
+    names = (
+        "certificate",
+        "chain",
+        "part",
+        "following",
+        "statements",
+        "promises",
+        "proposal",
+        "attempts",
+        "voter",
+        "agreement",
+    )
     files = [*(ROOT / "spes_p2p" / "swarm" / f"{name}.py" for name in names)]
-    files += [ROOT / "benchmarks" / "histories.py", ROOT / "benchmarks" / "history_nodes.py"]
+    files += [ROOT / "benchmarks" / f"{name}.py" for name in ("histories", "history_peers", "history_liars")]
     return program_digest(files)
 
 

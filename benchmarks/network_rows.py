@@ -141,7 +141,7 @@ def rounds(bench: Bench) -> Iterator[Row]:
         is_reached = seconds <= MAX_OVER_FLOOR * floor
         goal = f"{MAX_OVER_FLOOR} x floor of {floor:.2f} s"
         yield Row(f"round, {link}, fp32: averaging + exchange", _told(ours, floor), goal, is_reached)
-        yield Row("- matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
+        yield Row("- meeting and decision, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
         silent, _ = bench.swarm_rounds("fp32, links not told", bed, PEERS, MODEL, mbit=None)
         yield Row("- the same, of peers without `--uplink-mbit`", _told(silent, floor))
         raw = [all_to_all_seconds(bed, PEERS, least) for _ in range(bench.repeats)]
@@ -178,7 +178,7 @@ def low_bits(bench: Bench) -> Iterator[Row]:
         seconds = seconds_of(ours)
         what, goal = f"- the same, deltas in {codec}, others' slots in {storage}", f"{limit} x floor of {floor:.2f} s"
         yield Row(what, _told(ours, floor), goal, seconds <= limit * floor)
-        yield Row("  - matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
+        yield Row("  - meeting and decision, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
         yield Row("  - plain TCP, the same bytes all to all", f"{_spread(raw)}; ours / it {seconds / median(raw):.2f}")
         yield _sent_row(codec, sent, least)
 
@@ -191,7 +191,7 @@ def scaling(bench: Bench) -> Iterator[Row]:
             ours, _ = bench.swarm_rounds(f"{peers} peers", bed, peers, QUARTER, mbit=NARROW_MBIT)
         seconds[peers], least[peers] = seconds_of(ours), floors.round_seconds(QUARTER, peers, NARROW_MBIT)
         yield Row(f"round, {peers} peers, {NARROW_MBIT:g} Mbit/s, a quarter of the model", _told(ours, least[peers]))
-        yield Row("- matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
+        yield Row("- meeting and decision, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
     ratio, least_ratio = (values[MANY_PEERS] / values[PEERS] for values in (seconds, least))
     few, many = (floors.server_seconds(QUARTER, peers, NARROW_MBIT) for peers in (PEERS, MANY_PEERS))
     what, per_byte = f"- {MANY_PEERS} peers / {PEERS} peers", ratio / least_ratio

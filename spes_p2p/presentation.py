@@ -15,6 +15,8 @@ MAX_LINE_CHARS = 2000
 """Most characters of a log line, an error or a cell of a page; a peer may send a megabyte."""
 MAX_QUOTE_CHARS = 200
 """Most characters of a peer's text within such a line."""
+MAX_PROBLEMS = 16
+"""Problems of one document of which the first is named; a peer may send thousands."""
 
 
 def printable(text: object, max_chars: int = MAX_LINE_CHARS) -> str:
@@ -41,6 +43,8 @@ def size_text(num_bytes: float) -> str:
 
 def problem_of(error: ValidationError) -> str:
     """Return what is wrong first with a document that another peer has sent: where and why, printable and short."""
+    if (count := error.error_count()) > MAX_PROBLEMS:  # each would become a dictionary
+        return f"{count} problems"
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, problem["loc"]))
     return printable(f"{where}: {problem['msg']}" if where else problem["msg"], MAX_QUOTE_CHARS)

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from hivemind.averaging.group_info import GroupInfo
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import PeerID
 
 from benchmarks.fuzz.decoder import Decoder
 from spes_p2p.config import DataConfig, RunConfig
 from spes_p2p.config.data import MAX_PROBE_CHARACTERS
 from spes_p2p.data.conversations import probe_records
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.averaging.matchmaking import read_roster
-from spes_p2p.swarm.certificate import genesis
+from spes_p2p.swarm.averaging.averaging import Greeting
 from spes_p2p.swarm.exchange.protocol import Inventory, Question
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
@@ -97,7 +94,7 @@ def decoders(folder: Path) -> list[Decoder]:
         Decoder("manifest", lambda data: read_manifest(lambda _: data), refusals, [json.loads(manifest.encode())]),
         Decoder("checkpoint", lambda data: decode_state(data, RUN), (SpesError, ValueError), [json.loads(state)]),
         Decoder("public probe", _read_probe, refusals, [{"messages": [{"role": "assistant", "content": "x"}]}]),
-        Decoder("what is gathered", _Gathering(me), (), [[None, 0, msgpack.packb([2, entry])]], is_packed=True),
+        Decoder("greeting", Greeting.parse, refusals, [{"meeting": "0" * 64, "group": "slot-1", "lane": 3}]),
         Decoder("DHT message", ShallowSerializer.loads, refusals, [[b"subkey", [1.5, {"a": None}]]], is_packed=True),
         Decoder("DHT value", _Storing(me), (), [records(me.peer_id)[1].encode()], is_packed=True),
     ]
@@ -110,18 +107,6 @@ def _json(model: Any) -> Any:
 def _read_probe(data: bytes) -> None:
     """Read a manifest's conversations, each on a line."""
     probe_records(DataConfig(probe=data.decode("utf-8", "replace")[:MAX_PROBE_CHARACTERS]))
-
-
-class _Gathering:
-    """Reads what a member has sent to a matchmaking; the others' entries must not suffer."""
-
-    def __init__(self, me: Identity) -> None:
-        self._peer = PeerID.from_base58(me.peer_id)
-        self._last = genesis(RUN, me.peer_id, "0" * 64, 4)
-
-    def __call__(self, data: bytes) -> None:
-        roster, refused = read_roster(GroupInfo(b"g", (self._peer,), (data,)), self._last)
-        assert len(roster) + len(refused) == 1
 
 
 class _Storing:

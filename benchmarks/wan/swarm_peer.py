@@ -21,20 +21,21 @@ from benchmarks.wan.actor import Actor
 from benchmarks.wan.floors import Payload
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.kept import KeptForm
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import CodecConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.interface import Contribution, RoundResult, Staged
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
-from spes_p2p.swarm.records import MAX_SLOTS, Claim
+from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import Member
 
 RUN_ID = "network"
-ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
+ROUNDS = RoundConfig(min_peers=64, averaging_seconds=120.0, exchange_seconds=120.0)
 MEETING_SECONDS = 30.0
 """Time for all peers to arrive; a complete group does not wait for it."""
 CALL_SECONDS = MEETING_SECONDS + 2 * ROUNDS.averaging_seconds + ROUNDS.exchange_seconds
@@ -51,10 +52,10 @@ class PeerRound:
     """One peer's account of a round, in seconds of the machine's monotonic clock.
 
     Attributes:
-        matchmaking_seconds: Until the roster stood.
-        met_at: When it stood, by that; encoding, and an attempt that failed before, count as averaging.
-        averaged_at: When the last digest was confirmed, and the mean was in this peer's hands.
-        ended_at: When the last pulled slot was verified and stored.
+        matchmaking_seconds: Until the roster stood, and from the mean to the certificate.
+        met_at: When the roster stood; encoding counts as matchmaking.
+        averaged_at: When the mean was in this peer's hands.
+        ended_at: When the last pulled slot was verified and stored, less the time of the decision.
     """
 
     matchmaking_seconds: float
@@ -103,11 +104,9 @@ class SwarmPeer:
         node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, listen=listen)
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
         segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
-        vectors = Vectors(self._numels, segments, kept=kept)
-        # All rounds start from here: the benchmark averages and exchanges, and certifies nothing. The founder is a
-        # member, because a group without enough voters waits for them until its time is up.
+        vectors = Vectors(self._numels, segments, payload.slots, kept=kept)
         founder = initial_peers[0].rpartition("/p2p/")[2] if initial_peers else self._swarm.peer_id
-        start = genesis(RUN_ID, founder, "0" * 64, MAX_SLOTS)
+        start = genesis(RUN_ID, founder, "0" * 64, payload.slots)
         self._swarm.enter(ROUNDS, vectors, start, max_slots=len(slots))
         if slots:  # a peer with a claim is a member, and is served before newcomers
             me = self._swarm.peer_id
@@ -140,13 +139,18 @@ class SwarmPeer:
         Raises:
             ExchangeError: something was dropped, or could not be had.
         """
-        self._swarm.read(Claim)
-        began = time.monotonic()
-        closes_from = self._swarm.now() + MEETING_SECONDS
-        contribution = Contribution(self._member(), self._deltas)
-        result = self._swarm.average(contribution, expected=expected, closes_from=closes_from)
-        averaged_at = time.monotonic()
-        if len(result.roster) < expected or result.dropped:
+        peers = self._swarm.read(Claim).keys()
+        began, tried = time.monotonic(), list[tuple[RoundResult, float]]()
+
+        def stage(result: RoundResult) -> Staged:
+            tried.append((result, time.monotonic()))
+            stepped = {name: digest(self._anchors[name] - mean) for name, mean in result.means.items()}
+            return stepped, self._swarm.now() + 1.0
+
+        contribution, closes_from = Contribution(self._member(), self._deltas), self._swarm.now() + MEETING_SECONDS
+        body = self._swarm.agree(contribution, stage, expected=peers, closes_from=closes_from)
+        decided_at, (result, averaged_at) = time.monotonic(), tried[-1]
+        if body is None or len(result.roster) < expected or result.dropped:
             raise ExchangeError(f"{len(result.roster)} of {expected} peers met, dropped: {dict(result.dropped)}")
         for name, mean in result.means.items():
             self._anchors[name] = self._anchors[name] - mean
@@ -155,13 +159,13 @@ class SwarmPeer:
         forms = {name.kept: self._kept.encode(self._anchors[name]) for name in slots} if self._kept else {}
         self._swarm.publish(number + 1, self._anchors | forms)
         self._pull_slots(result, number + 1)
-        met_at = began + result.matchmaking_seconds
-        return PeerRound(result.matchmaking_seconds, met_at, averaged_at, time.monotonic())
+        met_at, deciding = began + result.matchmaking_seconds, decided_at - averaged_at
+        return PeerRound(result.matchmaking_seconds + deciding, met_at, averaged_at, time.monotonic() - deciding)
 
     def _member(self) -> Member:
         return Member(
             peer_id=self._swarm.peer_id,
-            round=0,
+            round=self._swarm.last().round,
             previous=self._swarm.last().digest,
             tokens=1,
             slots=self._slots,

@@ -183,6 +183,11 @@ class TrainConfig(Frozen):
     first fifth of the run. SPES uses 0.7; 1.0 switches it off."""
 
 
+LEAST_RESULTS_SECONDS = 5.0
+SLOWER = 1.5
+"""How many times as long as the first attempt at a round the second one may take."""
+
+
 class RoundConfig(Frozen):
     """When a round ends, and how long each of its phases may take."""
 
@@ -208,10 +213,10 @@ class RoundConfig(Frozen):
     min_peers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Active peers to wait for before the first round."""
     matchmaking_seconds: PhaseSeconds = 3.0
-    """Time that the leader of the matchmaking collects members when not all expected ones show up."""
+    """Time that a meeting's leader waits for expected members that are late."""
     averaging_seconds: PhaseSeconds = 30.0
-    """Longest that one averaging attempt may take, from roster to confirmed digests; a failed attempt is redone.
-    Once a peer has seen some, its own deadline follows what they took."""
+    """Longest that averaging may take in one attempt; a failed attempt is redone. Once a peer has seen some, its own
+    deadline follows what they took."""
     exchange_seconds: PhaseSeconds = 60.0
     """Deadline of pulling the slots that this peer does not hold."""
     lease_seconds: Annotated[float, Field(ge=0.1, le=MAX_LEASE_SECONDS, allow_inf_nan=False)] = (
@@ -226,6 +231,17 @@ class RoundConfig(Frozen):
     copies: Annotated[int, Field(ge=1, le=8)] = 2
     """Peers on which every slot's weights live at least, where there are so many: what too few hold, others keep, so
     that a slot outlives its last holder. 1 leaves it to the holders."""
+
+    @property
+    def results_seconds(self) -> float:
+        """Time that a leader waits for the members' results once it has its own."""
+        return max(LEAST_RESULTS_SECONDS, self.averaging_seconds / 3)
+
+    @property
+    def commit_seconds(self) -> float:
+        """Longest time between two certificates if a quorum is connected and one attempt fails, which takes longest."""
+        attempt = 2 * self.matchmaking_seconds + self.averaging_seconds + 2 * self.results_seconds
+        return self.max_seconds + self.exchange_seconds + (1 + SLOWER) * attempt
 
     def share(self, round: int) -> float:
         """Return the length of the round with this number, from 1, as a share of a full round's."""

@@ -37,8 +37,8 @@ from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, 
 from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say_qr, size_text
-from spes_p2p.swarm.consensus import BALLOT
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
+from spes_p2p.swarm.consensus import PROMISES
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
     REVISION_FILE,
@@ -59,8 +59,8 @@ from spes_p2p.swarm.p2p.introductions import called_back
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, check_port, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import mapped_port
+from spes_p2p.swarm.promises import PromiseFile
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
-from spes_p2p.swarm.votes import BallotFile
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.ranks import Ranks
@@ -113,7 +113,7 @@ class Joined(NamedTuple):
 
 @contextlib.contextmanager
 def joined(config: PeerConfig, kept: Kept) -> Iterator[Joined]:
-    """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
+    """Be in the swarm, with its manifest; leave it in the end, whatever happens."""
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
     if config.initial_peers and config.adapter is not None:
@@ -296,7 +296,7 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
     """
     node = swarm.node
     ends_at = node.own_record_ends_at(Claim)
-    if not ends_at or not BallotFile(output / CONSENSUS / BALLOT).is_restored(is_new=node.identity.is_new):
+    if not ends_at or node.identity.is_new or PromiseFile(output / CONSENSUS / PROMISES).load() is not None:
         return
     seconds = HEARTBEATS_WAITED * heartbeat_seconds
     log.info("a peer with this identity has a claim; looking for %.0f s whether it is still there", seconds)

@@ -170,7 +170,7 @@ def _memory_bytes() -> int:
 def shown(
     config: PeerConfig, swarm: HivemindSwarm, revisions: Revisions, controls: Controls
 ) -> Iterator[PeerPage | None]:
-    """Show this peer's page while the block runs; start it after the averager's fork. None with `--page off`.
+    """Show this peer's page while the block runs; None with `--page off`.
 
     On a terminal it prints the link that carries the token of the verbs; a log is no place for a token.
 

@@ -1,6 +1,6 @@
 """A peer whose p2pd has died starts itself anew, under its old id and address, from its last checkpoint.
 
-The DHT and the averager hold that p2pd's socket, and a fork of a process that uses a GPU cannot use it: so nothing less
+The DHT holds that p2pd's socket, and a fork of a process that uses a GPU cannot use it: so nothing less
 than the whole peer is started again, in the same process and with the same command line.
 """
 

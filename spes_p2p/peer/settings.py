@@ -204,7 +204,7 @@ def check_choices(config: PeerConfig, run: RunConfig) -> None:
     group = Ranks(config.device)
     check_machine(run, config, group.world_size)
     check_attention(config.attention, group.device)
-    if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
+    if group.device.type == "cpu":  # a GPU must not be looked at before the DHT has forked
         check_build(run.model, config.storage or run.frozen_storage, config.kernel)
     if config.max_slots == "auto":
         return

@@ -287,17 +287,17 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
 
     k is 1 + the number of averaged moments, a is 2 with outer momentum and else 1, e is the encoded bytes of k numbers.
     Anchors and a peer's own residuals lie on its disk. Between rounds, a lossy codec takes 2 bytes per trained
-    parameter: residuals of the part that a member of two reduces. A round's end adds 2 e (the averager's inputs and
+    parameter: residuals of the part that a member of two reduces. A round's end adds 2 e (what averaging sends and
     outputs), with a lossy codec 2 (new residuals), the kept forms of the trained slots, and the larger of two sums:
 
     - what is brought: 4 + e of the largest vector, which is read and encoded by itself, or 8 k with averaged moments;
-      nothing if k = 1 and the codec is exact, because it is read into the averager's inputs; where FSDP shards, each
+      nothing if k = 1 and the codec is exact, because it is sent from where it is read; where FSDP shards, each
       other rank puts the vector together, too;
     - results: 4 k decoded, unless exact, which take no memory of their own; and the largest of: all slots for the merge
       (E P, and a layer of them three times more), versions to publish (a, unless they take the memory of a decoded
       result), and a fetched slot (3 a P).
 
-    A peer that is alone reduces and fetches nothing: it has neither these residuals nor the averager's outputs.
+    A peer that is alone reduces and fetches nothing: it has neither these residuals nor what averaging takes.
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
     """

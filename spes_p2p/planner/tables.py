@@ -137,11 +137,13 @@ def time_lines(
     links_mbit: tuple[float | None, float | None],
     tokens_per_second: float | None,
 ) -> Iterator[str]:
-    """Yield the least time of a round, as far as links (uplink, downlink) and speed are known.
+    """Yield the longest time between two commits, and a round's least time, as far as links and speed are known.
 
     Of `traffic` the first is a round's mean, the second that of a round that carries the moments.
     """
     uplink, downlink = links_mbit
+    yield ""
+    yield f"{'time between two commits, at most, if one attempt fails, s':<60}{run.round.commit_seconds:>8.0f}"
     if not uplink or not downlink:
         return
     least, longest = (transfer_seconds(each, uplink, downlink) for each in traffic)

@@ -61,6 +61,7 @@ class AttackingSwarm(MemorySwarm):
     def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         member = contribution.member
         if self._does("silent", member.round):
+            self._open = self.last(), self._hub.attempt
             self.clock.advance(max(0.0, closes_from - self.now()) + self._hub.matchmaking_seconds)
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, "this peer met no other"))
         for attack in self._does("inflate", member.round):

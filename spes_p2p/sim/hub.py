@@ -28,8 +28,8 @@ from spes_p2p.swarm.averaging.partition import (
 from spes_p2p.swarm.certificate import (
     MAX_VOTERS,
     Body,
-    Confirmation,
     MemberEntry,
+    Result,
     genesis,
     make_body,
     max_leaving,
@@ -105,7 +105,7 @@ class MemoryHub:
         self._min_peers = min_peers
         self._shrink_seconds = shrink_seconds
         self._gone: set[str] = set()
-        self._confirmations: dict[str, Confirmation] = {}
+        self._confirmations: dict[str, Result] = {}
         self._decided: set[str] = set()
         """Peers that have a result of this attempt, or have given it up."""
         self._ended: set[str] = set()
@@ -168,7 +168,7 @@ class MemoryHub:
         members = result.roster.entries if result.roster else ()
         if self.bodies[-1].digest == last.digest and self.attempt == attempt:
             if SHARED in digests:
-                self._confirmations[peer] = Confirmation(
+                self._confirmations[peer] = Result(
                     run=last.run,
                     round=last.round + 1,
                     previous=last.digest,
@@ -245,25 +245,25 @@ class MemoryHub:
         self.clock.notify_all()
 
 
-def average_entries(met: Mapping[str, Entry], last: Body) -> dict[str, Attempt]:
+def average_entries(met: Mapping[str, Entry], last: Body, attempt: int = 0) -> dict[str, Attempt]:
     """Return each peer's outcome of averaging these entries, which stay unchanged.
 
     As in a real swarm, a reducer that is caught lying is excluded and the rest average again.
     """
-    attempts = _attempt(met, last)
+    attempts = _attempt(met, last, attempt)
     liars = {peer for attempt in attempts.values() for peer in attempt.lost}
     rest = {peer: entry for peer, entry in met.items() if peer not in liars}
     if not liars or len(rest) < 2:
         return attempts
     failure = f"lost {' and '.join(sorted(liars))}"
     second = {
-        peer: replace(attempt, evidence={**attempts[peer].evidence, **attempt.evidence})
-        for peer, attempt in average_entries(rest, last).items()
+        peer: replace(each, evidence={**attempts[peer].evidence, **each.evidence})
+        for peer, each in average_entries(rest, last, attempt).items()
     }
     return second | {peer: Attempt(failure=failure) for peer in liars}
 
 
-def _attempt(met: Mapping[str, Entry], last: Body) -> dict[str, Attempt]:
+def _attempt(met: Mapping[str, Entry], last: Body, number: int) -> dict[str, Attempt]:
     roster = Roster((met[peer].member for peer in sorted(met)), last)
     status: dict[str, dict[VectorName, str]] = {peer: {} for peer in met}
     averaged: dict[str, dict[VectorName, Tensor]] = {peer: {} for peer in met}
@@ -272,7 +272,7 @@ def _attempt(met: Mapping[str, Entry], last: Body) -> dict[str, Attempt]:
     lost: dict[str, set[str]] = {peer: set() for peer in met}
     for name, members in roster.groups.items():
         format = met[members[0]].encoding.format(name, roster.round + 1)
-        plan = GroupPlan.in_roster(roster, members, format, roster.replicas.get(name, ()))
+        plan = GroupPlan.in_roster(roster, members, format, roster.replicas.get(name, ()), number)
         work = GroupMean(plan, name, met)
         reason = work.reduce() if any(plan.weights) else "no member trained"
         for peer in plan.peers:

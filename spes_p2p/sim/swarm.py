@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -18,13 +18,16 @@ from spes_p2p.swarm.bans import Bans
 from spes_p2p.swarm.certificate import KNOWN_ROUNDS, Body, known_peers
 from spes_p2p.swarm.exchange.fetch import ABSENT_SECONDS
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.interface import Contribution, RoundResult, Staged
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Record
 from spes_p2p.swarm.roster import Member
 
 MAX_FRUITLESS_ROUNDS = 20
 """Rounds dropped in a row after which the swarm counts as unable to continue."""
+
+ATTEMPTS = 3
+"""Attempts at a round after which its work is given up, and the round trained anew."""
 
 
 class MemorySwarm:
@@ -102,13 +105,36 @@ class MemorySwarm:
     def catch_up(self) -> None:
         """Do nothing: all peers see the hub's certificates."""
 
+    def agree(
+        self,
+        contribution: Contribution,
+        stage: Callable[[RoundResult], Staged | None],
+        *,
+        expected: Collection[str],
+        closes_from: float,
+    ) -> Body | None:
+        for _ in range(ATTEMPTS):
+            self.wait(0.0)
+            result = self.average(contribution, expected=len(expected), closes_from=closes_from)
+            if (staged := stage(result)) is None:
+                return None
+            body = self.decide(result, *staged)
+            if body is not None or self._closed or self.last().round > contribution.member.round:
+                return body
+            closes_from = self.now()
+        return None
+
+    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
+        """Confirm what this peer would commit; return the round's body, None if another attempt has begun."""
+        return self._hub.decide(self.peer_id, *self._open, result, digests, ends_at)
+
     def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         last = self.last()
         self._open = last, self._hub.attempt
         votes = {"distrusts": self.bans.distrusted(last.round)}
         contribution = replace(contribution, member=contribution.member.model_copy(update=votes))
         member, encoded = self._encode(contribution)
-        # The averager's process, too, reuses the buffers of slots that it gives back.
+        # `Averaging`, too, drops the residuals of all slots if others are held.
         if member.slots != self._held:
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
             self._held = member.slots
@@ -132,9 +158,6 @@ class MemorySwarm:
                 f"or see the attacks and events"
             )
         return result
-
-    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
-        return self._hub.decide(self.peer_id, *self._open, result, digests, ends_at)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged
@@ -163,9 +186,6 @@ class MemorySwarm:
     def _lie(self, round: int) -> float | None:
         """Return by which factor the peer falsifies means in a round; None for an honest peer."""
         return None
-
-    def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
-        return {}
 
     # ------------------------------------------------------------------ versions
 

@@ -1,13 +1,6 @@
 """The certificate of a round: what the round changed, signed by more than half of the voters that the last one names.
 
-The protocol is Paxos with signatures. An *attempt* is a ballot, a *vote* accepts a body, a *give-up* promises to vote
-in no attempt up to its own. It tolerates crashes, restarts, partitions, and proposers that leave peers out or stop
-half-way. A voter that signs two statements that contradict each other can fork the chain; its two signatures convict
-it (`contradiction`).
-
-Pure functions and documents, without clock, network or disk; `votes` keeps one voter's promises.
-
-Source: Lamport, Paxos Made Simple (2001), section 2.2.
+Pure functions and documents, without clock, network or disk; `proposal` says how the voters come to sign one body.
 """
 
 from __future__ import annotations
@@ -101,7 +94,7 @@ class MemberEntry(Document):
     replicates: tuple[Slot, ...] = Field(default=(), max_length=MAX_REPLICATED)
     """Slots that the member replicates, ascending."""
     calls_only: bool = False
-    """The member opens connections but accepts none, so it proposes only if no voter accepts any."""
+    """The member opens connections but accepts none, so voters that accept some lead before it."""
     batches: Batches = 0
     """Batches of shared data that the member asks for in the next round."""
 
@@ -174,12 +167,18 @@ class Body(Document):
         """Tell whether a peer is neither voter nor candidate; before the first certificate none is a stranger."""
         return self.round > 0 and peer not in self.known
 
-    def proposer(self, attempt: int) -> str:
-        """Return the voter that proposes the next round's body in an attempt."""
-        first = hashlib.sha256(f"{self.run}:{self.round + 1}".encode()).digest()
-        hidden = {member.peer_id for member in self.members if member.calls_only}
-        able = [peer for peer in self.voters if peer not in hidden] or self.voters
-        return able[(int.from_bytes(first[:8], "big") + attempt) % len(able)]
+    @cached_property
+    def _leaders(self) -> tuple[str, ...]:
+        """Voters in the order in which they lead: first those of the last roster that can be called, by lot."""
+        called = {member.peer_id for member in self.members if not member.calls_only}
+        first = [peer for peer in self.voters if peer in called]
+        lot = int.from_bytes(hashlib.sha256(f"{self.run}:{self.round + 1}".encode()).digest()[:8], "big")
+        turn = lot % len(first) if first else 0
+        return (*first[turn:], *first[:turn], *(peer for peer in self.voters if peer not in called))
+
+    def leader(self, attempt: int) -> str:
+        """Return the voter that leads an attempt at the next round."""
+        return self._leaders[attempt % len(self._leaders)]
 
 
 class Statement(Document):
@@ -214,18 +213,20 @@ class RoundStatement(Statement):
     """Digest of that body."""
 
 
-class Confirmation(RoundStatement):
-    """A member's results of one attempt at a round."""
+class Result(RoundStatement):
+    """What a member would commit of one attempt at a round; no digests if its averaging failed."""
 
-    kind: ClassVar[str] = "confirmation"
+    kind: ClassVar[str] = "result"
 
     roster: Digest
     """`roster_digest` of the attempt's members."""
     digests: dict[Annotated[str, Field(pattern=rf"^(shared|(kept-)?{SLOT})$")], Digest] = Field(max_length=513)
-    """Of the versions that the member would commit of `shared` and of the slots that it holds or replicates, and of
-    their kept forms, in runs whose slots have such."""
+    """Of the versions of `shared` and of the slots that the member holds or replicates, and of their kept forms, in
+    runs whose slots have such."""
     revision: Revision = Revision()
     """The newest revision of the manifest that the member has read."""
+    lost: PeerId | Literal[""] = ""
+    """The member whose fault it was that its averaging failed; empty if none is known."""
 
 
 class Vote(RoundStatement):
@@ -239,21 +240,8 @@ class Vote(RoundStatement):
     the body again, because they are not absent any more."""
 
 
-class GiveUp(RoundStatement):
-    """A voter will vote in no attempt up to this one; it states its newest vote for a body that names none absent."""
-
-    kind: ClassVar[str] = "give-up"
-
-    voted: Attempt | None = None
-    """Attempt of that vote; None if there is none in this round."""
-    body: Digest | Literal[""] = ""
-    """Body of that vote."""
-    proposed: Signature = ""
-    """The signature under the vote of that attempt's proposer, so that no voter can invent a proposal."""
-
-
 class Goodbye(Statement):
-    """A voter leaves: it will vote in no later round unless it is admitted again. `attempt` is 0."""
+    """A voter leaves, in an attempt: it votes no more, unless it enters a later meeting."""
 
     kind: ClassVar[str] = "goodbye"
 
@@ -261,35 +249,6 @@ class Goodbye(Statement):
         """Tell whether this counts in a round of a run: it is too new to be of before a return."""
         is_new = 0 <= round - self.round < CONFIRMED_ROUNDS  # guard: old-goodbye
         return is_new and self.run == run  # guard: goodbye-of-run
-
-
-class Proof(Document):
-    """Two statements of one voter that contradict each other."""
-
-    vote: Vote
-    other: Vote | GiveUp
-
-    def convicts(self, keys: Keys) -> str:
-        """Return the peer that is proven guilty; empty if this is no proof."""
-        is_signed = self.vote.is_signed(keys) and self.other.is_signed(keys)
-        return contradiction(self.vote, self.other) if is_signed else ""
-
-
-class Proposal(Document):
-    """A body with what justifies it."""
-
-    attempt: Attempt
-    body: Body
-    confirmations: tuple[Confirmation, ...] = Field(max_length=MAX_MEMBERS)
-    """Of the attempt in which the body was made."""
-    vote: Vote
-    """The proposer's own."""
-    give_ups: tuple[GiveUp, ...] = Field(default=(), max_length=MAX_VOTERS)
-    """Of the attempt before, from a quorum; none for attempt 0."""
-    goodbyes: tuple[Goodbye, ...] = Field(default=(), max_length=MAX_VOTERS)
-    """Of voters that the body removes, or names absent."""
-    proofs: tuple[Proof, ...] = Field(default=(), max_length=MAX_VOTERS)
-    """Against voters that the body removes."""
 
 
 class Certificate(Document):
@@ -308,13 +267,6 @@ class Certificate(Document):
             vote.model_copy(update={"peer_id": peer, "signature": signature})
             for peer, signature in self.signatures.items()
         ]
-
-
-class GivenUp(Document):
-    """A give-up, and the proposal of the vote that it states; without it no proposer can propose that body again."""
-
-    give_up: GiveUp
-    voted: Proposal | None = None
 
 
 class Certificates(Document):
@@ -336,32 +288,11 @@ class Question(Document):
     points: tuple[Point, ...] = Field(min_length=1, max_length=64)
 
 
-Message = Confirmation | Proposal | Vote | GivenUp | Goodbye | Certificates | Question | Proof
-
-
-def signers(message: Message | Statement) -> set[str]:
-    """Return the peers whose signatures a message carries."""
-    match message:
-        case Proposal():
-            statements: Sequence[Statement] = (
-                *(message.vote, *message.confirmations, *message.give_ups, *message.goodbyes),
-                *(each for proof in message.proofs for each in (proof.vote, proof.other)),
-            )
-            return {each.peer_id for each in statements}
-        case GivenUp():
-            return {message.give_up.peer_id} | (signers(message.voted) if message.voted is not None else set())
-        case Certificates():
-            return {
-                peer
-                for each in message.certificates
-                for peer in (*each.signatures, *(goodbye.peer_id for goodbye in each.goodbyes))
-            }
-        case Proof():
-            return {message.vote.peer_id}
-        case Question():
-            return set()
-        case _:
-            return {message.peer_id}
+def signers_of(certificates: Iterable[Certificate]) -> set[str]:
+    """Return the peers whose signatures certificates carry."""
+    return {
+        peer for each in certificates for peer in (*each.signatures, *(goodbye.peer_id for goodbye in each.goodbyes))
+    }
 
 
 # ---------------------------------------------------------------------- what follows from a round
@@ -411,27 +342,24 @@ def shares(body: Body) -> dict[str, range]:
     return {peer: range(*ends[at : at + 2]) for at, peer in enumerate(voters)}
 
 
-def decide_slots(
-    last: Body, members: Sequence[MemberEntry], confirmations: Iterable[Confirmation]
-) -> tuple[SlotState, ...]:
-    """Return the slots after a round: a slot changes if more than half of its voting holders confirm the same digests.
+def decide_slots(last: Body, members: Sequence[MemberEntry], results: Iterable[Result]) -> tuple[SlotState, ...]:
+    """Return the slots after a round.
 
-    If no holder votes, the voting replicas that have a result count; if there are none, all holders. A slot that does
-    not change keeps its version, and its holders return to it.
+    A slot changes if more than half of the voters among its holders and replicas confirm the same digests; without any
+    such voter, more than half of its holders. Otherwise it keeps its version, and its holders return to it.
     """
-    confirmed = {each.peer_id: each.digests for each in confirmations}
-    slots = list(last.slots)
-    holders_of: dict[int, list[str]] = defaultdict(list)
-    replicas_of: dict[int, list[str]] = defaultdict(list)
+    confirmed = {each.peer_id: each.digests for each in results}
+    holders: dict[int, list[str]] = defaultdict(list)
+    voters: dict[int, list[str]] = defaultdict(list)
     for member in members:
         for slot in member.slots:
-            holders_of[slot].append(member.peer_id)
-        for slot in member.replicates:
-            if member.peer_id in last.voters and f"slot-{slot}" in confirmed.get(member.peer_id, {}):
-                replicas_of[slot].append(member.peer_id)
+            holders[slot].append(member.peer_id)
+        if member.peer_id in last.voters:
+            for slot in (*member.slots, *member.replicates):
+                voters[slot].append(member.peer_id)
+    slots = list(last.slots)
     for slot in range(len(slots)):
-        holders = holders_of[slot]
-        counted = [peer for peer in holders if peer in last.voters] or (holders and replicas_of[slot]) or holders
+        counted = (voters[slot] or holders[slot]) if holders[slot] else []
         found = [confirmed[peer] for peer in counted if f"slot-{slot}" in confirmed.get(peer, {})]
         votes = Counter((each[f"slot-{slot}"], each.get(f"kept-slot-{slot}")) for each in found)
         (digest, kept), count = max(votes.items(), key=lambda item: item[1], default=(("", None), 0))
@@ -492,7 +420,7 @@ def next_voters(
 def make_body(
     last: Body,
     members: Sequence[MemberEntry],
-    confirmations: Sequence[Confirmation],
+    results: Sequence[Result],
     *,
     ends_at: float,
     min_peers: int,
@@ -500,12 +428,12 @@ def make_body(
     guilty: Collection[str] = (),
     shrunk: Sequence[str] = (),
 ) -> Body | None:
-    """Return the body that these confirmations justify, without the voters that are removed or proven guilty; None if
+    """Return the body that these results justify, without the voters that are removed or proven guilty; None if
     too few voters confirm one digest of `shared`, or no voter would be left."""
-    digest = confirmed_shared(last, confirmations, shrunk)
+    digest = confirmed_shared(last, results, shrunk)
     if not digest:
         return None
-    confirmed = {each.peer_id for each in confirmations if each.digests.get(SHARED) == digest}
+    confirmed = {each.peer_id for each in results if each.digests.get(SHARED) == digest}
     confirmed -= set(last.banned)  # guard: banned-for-good
     ids = [member.peer_id for member in members]
     voters, candidates, absent = next_voters(last, ids, confirmed, {*removed, *guilty, *shrunk}, min_peers)
@@ -523,30 +451,30 @@ def make_body(
         absent=absent,
         banned=(*last.banned, *sorted(guilty))[-MAX_BANNED:],
         shared=digest,
-        slots=decide_slots(last, members, confirmations),
+        slots=decide_slots(last, members, results),
         shrunk=tuple(shrunk),
         cursor=last.cursor + sum(map(len, shares(last).values())),
-        revision=newest_read(last, confirmations),
+        revision=newest_read(last, results),
     )
 
 
-def confirmed_shared(last: Body, confirmations: Iterable[Confirmation], shrunk: Collection[str] = ()) -> str:
+def confirmed_shared(last: Body, results: Iterable[Result], shrunk: Collection[str] = ()) -> str:
     """Return the digest of `shared` that more than half of the voters confirm; empty if none is.
 
     If voters are named absent, more than half of the others are needed.
     """
     voters = [peer for peer in last.voters if peer not in shrunk]
-    votes = Counter(each.digests.get(SHARED, "") for each in confirmations if each.peer_id in voters)
+    votes = Counter(each.digests.get(SHARED, "") for each in results if each.peer_id in voters)
     digest, count = max(votes.items(), key=lambda item: item[1], default=("", 0))
     return digest if 2 * count > len(voters) else ""  # guard: shared-confirmed
 
 
-def newest_read(last: Body, confirmations: Iterable[Confirmation]) -> Revision:
+def newest_read(last: Body, results: Iterable[Result]) -> Revision:
     """Return the newest revision of the manifest that a quorum has read; the last body's if that is the newest.
 
     A revision that fewer voters have read may be withheld from the others.
     """
-    stated = Counter(each.revision for each in confirmations if each.peer_id in last.voters)  # guard: revision-voters
+    stated = Counter(each.revision for each in results if each.peer_id in last.voters)  # guard: revision-voters
     read = [revision for revision, count in stated.items() if count >= last.quorum]  # guard: revision-read
     return max([last.revision, *read], key=lambda each: each.number)  # guard: newer-revision
 
@@ -568,21 +496,38 @@ def preferred(certificates: Iterable[Certificate]) -> Certificate:
     return min(certificates, key=lambda each: (len(each.body.shrunk), each.body.digest))
 
 
-def contradiction(one: RoundStatement, other: RoundStatement) -> str:
-    """Return the peer that two signed statements convict; empty if an honest voter can have made both.
+def check_shrunk(body: Body, last: Body) -> str:
+    """Return why the voters that a body names absent cannot be absent: they are half or more, and leave others."""
+    absent = set(body.shrunk)
+    is_half = absent < set(last.voters) and len(absent) == len(body.shrunk) and 2 * len(absent) >= len(last.voters)
+    if body.shrunk and not is_half:  # guard: real-half
+        return "it names as absent what is no half of the voters"
+    return ""
 
-    Honest voters vote for one body per attempt, vote in no attempt that they have given up, and state their newest
-    unshrunk vote when they give up.
-    """
-    if (one.peer_id, one.previous) != (other.peer_id, other.previous):
-        return ""
-    if isinstance(one, GiveUp) and isinstance(other, Vote):
-        one, other = other, one
-    guilty = False
-    if isinstance(one, Vote) and isinstance(other, Vote):
-        guilty = one.attempt == other.attempt and one.body != other.body
-    elif isinstance(one, Vote) and isinstance(other, GiveUp):
-        stated = -1 if other.voted is None else other.voted
-        is_hidden = one.attempt > stated or (one.attempt == stated and one.body != other.body)
-        guilty = is_hidden and not one.shrunk and one.attempt <= other.attempt
-    return one.peer_id if guilty else ""
+
+def removed_voters(last: Body, body: Body) -> set[str]:
+    """Return the voters that a body removes, those that it names absent aside."""
+    return set(last.voters) - set(body.voters) - set(body.shrunk)
+
+
+def check_certificate(certificate: Certificate, last: Body, keys: Keys) -> str:
+    """Return why a certificate does not certify the successor of a body whose voters are trusted."""
+    body = certificate.body
+    if body.previous != last.digest or body.round != last.round + 1:
+        return "it does not extend the last certificate"
+    if reason := check_shrunk(body, last):
+        return reason
+    return _check_votes(certificate, last, required_votes(last, body), set(last.voters) - set(body.shrunk), keys)
+
+
+def check_skip(certificate: Certificate, trusted: Body, keys: Keys) -> str:
+    """Return why a later certificate may not be taken over at once: more than half of the trusted voters must sign."""
+    if certificate.body.round <= trusted.round or certificate.body.run != trusted.run:
+        return "it is not later"
+    return _check_votes(certificate, trusted, trusted.quorum, set(trusted.voters), keys)
+
+
+def _check_votes(certificate: Certificate, last: Body, needed: int, voters: Collection[str], keys: Keys) -> str:
+    votes = [vote for vote in certificate.votes() if vote.peer_id in voters]
+    signed = sum(vote.is_signed(keys) for vote in votes) if len(votes) >= needed else len(votes)
+    return "" if signed >= needed else f"{signed} of {len(last.voters)} voters have signed, {needed} are needed"

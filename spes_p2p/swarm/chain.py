@@ -10,7 +10,7 @@ from pydantic import Field
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import sync, write_atomic
-from spes_p2p.swarm.certificate import MAX_SENT, Body, Certificate, Certificates, Digest, Document, Point, signers
+from spes_p2p.swarm.certificate import MAX_SENT, Body, Certificate, Digest, Document, Point, signers_of
 from spes_p2p.swarm.p2p.identity import IdentityKeys
 from spes_p2p.swarm.records import Count
 
@@ -222,7 +222,7 @@ class ChainFile:
         sync(self._path.parent)
 
     def _line(self, certificate: Certificate, final: int) -> bytes:
-        new = signers(Certificates(certificates=(certificate,))) - self._saved
+        new = signers_of([certificate]) - self._saved
         self._saved |= new
         keys = tuple(key for peer in sorted(new) if (key := self._keys.public_key(peer)))
         start = None if self._num_lines else self._start.digest

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,27 +14,28 @@ from spes_p2p import __version__
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import block_hashes, to_bytes
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.averaging.averager import SparseAverager
+from spes_p2p.swarm.agreement import Outcome, Part, Rules
+from spes_p2p.swarm.averaging.averaging import Averaged, Averaging, streams_per_peer
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
-from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, means_of
+from spes_p2p.swarm.averaging.outcome import Attempt, averaged_bytes, means_of
 from spes_p2p.swarm.bans import Bans
 from spes_p2p.swarm.certificate import MAX_REPLICATED, Body, known_peers, strangers
 from spes_p2p.swarm.consensus import FOLDER, Consensus
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.interface import Contribution, RoundResult, Staged
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.network import Network
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from spes_p2p.swarm.p2p.introductions import Links
 from spes_p2p.swarm.p2p.machine import Machine
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record
-from spes_p2p.swarm.roster import Member, stated_links
-from spes_p2p.swarm.votes import Rules
+from spes_p2p.swarm.roster import Roster, stated_links
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,8 @@ MAX_NEW = 64
 """Peers without a certificate that are told of each new one."""
 CATCH_UP_SECONDS = 10.0
 """Longest that a peer waits for the certificates that it has missed."""
-MIN_CONFIRMATION_SECONDS = 5.0
-DECISION_SECONDS = 10.0
-"""Time for votes and their certificate, beside the wait for confirmations."""
+SETTLE_SECONDS = 60.0
+"""Longest time for the event loop to keep a round's residuals, on a busy machine."""
 LINKS_REST_SECONDS = 300.0
 """Time after a failed attempt in which this peer, in client mode, reduces nothing."""
 MAX_NAMED = 8
@@ -54,11 +54,10 @@ MAX_NAMED = 8
 class HivemindSwarm:
     """A peer's swarm over a `Network`; implements `Swarm`.
 
-    Start it before CUDA and before threads that hold locks: the averager is a forked process.
-
     Args:
         network: This peer's network; a `Node` is closed with the swarm.
         directory: Directory of this peer's versions.
+        identity: This peer's key; by default the node's.
         serve: Whether to serve versions to other peers.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
         trains_alone: Whether to commit rounds alone after all live peers have vanished without leaving.
@@ -69,16 +68,18 @@ class HivemindSwarm:
         network: Network,
         directory: Path,
         *,
+        identity: Identity | None = None,
         serve: bool = True,
         uplink_mbit: float | None = None,
         trains_alone: bool = False,
     ) -> None:
         self.peer_id = network.peer_id
         self._network = network
+        self._identity = network.identity if isinstance(network, Node) else identity
         self.bans = Bans()
         self._store = VersionStore(directory)
         self.exchange = Exchange(network, self._store, serve=serve, uplink_mbit=uplink_mbit)
-        self._averager: SparseAverager | None = None
+        self._averaging: Averaging | None = None
         self._uplink_mbit = uplink_mbit
         self._trains_alone = trains_alone
         self._rounds = RoundConfig()
@@ -90,10 +91,8 @@ class HivemindSwarm:
         self._encoded_deltas: Mapping[VectorName, Tensor] | None = None
         self._encoded: dict[VectorName, Tensor] = {}
         self._tokens = 0
-        self._averaged = (RoundResult(), Attempt())
-        """The last result, and the attempt that it came from."""
-        self._has_met = False
-        """Whether the last attempt to average these deltas had a roster, whose members redo it."""
+        self._results: list[tuple[RoundResult, Averaged]] = []
+        """Of the attempts at the open round."""
         self._reserved_at = self.now()
         self._links_rest_until = 0.0
         self._membership = Membership(network)
@@ -147,6 +146,7 @@ class HivemindSwarm:
         Raises:
             AbsentError: no peer has sent that chain.
         """
+        assert self._identity is not None, "a peer signs what it states in a run"
         self._rounds = rounds
         self._vectors = vectors
         self._encoding = DeltaEncoding(vectors.segments, self._directory)
@@ -154,38 +154,30 @@ class HivemindSwarm:
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self._store.refused.initial = vectors.initial
         self.exchange.formats = vectors.formats
-        if max_slots:
-            self._averager = SparseAverager(
-                self.node.dht,
-                run_id=self.node.run_id,
-                encoding=self._encoding,
-                max_slots=max_slots,
-                max_replicated=min(vectors.num_slots, MAX_REPLICATED),
-                deadlines=rounds,
-                uplink_mbit=self._uplink_mbit,
-                guests=guests,
-            )
-            self._averager.start()  # not by stock's `run_in_background`, which silences Ctrl-C in this process
-            self._averager.wait_until_ready(rounds.averaging_seconds)
-            self.watchdog.averager = self._averager
+        self._averaging = Averaging(self._network, self._encoding, rounds, self._uplink_mbit)
+        self._network.run(self._averaging.serve(), SETTLE_SECONDS)
         self._consensus = Consensus(
-            self.node,
+            self._network,
+            IdentityKeys(self._identity),
             self._directory.with_name(FOLDER),
             start,
             rules_of(rounds, trains_alone=self._trains_alone),
             peers=self._followers,
             is_gone=self._is_gone,
-            is_new=is_new or self.node.identity.is_new,
+            guests=guests,
+            is_new=is_new or self._identity.is_new,
             finds=bool(recent),
         )
         if self._machine is not None:
+            streams = streams_per_peer(max_slots, min(vectors.num_slots, MAX_REPLICATED))
+            self._machine.node.admit(streams, lambda peer: not self.last().is_stranger(peer))
             self._machine.watchdog.start()
         self._membership.start(rounds, self._beat)
         addresses = () if self._machine is None else self._machine.node.contacts()
         self._membership.announce(Contact(peer_id=self.peer_id, addresses=addresses, software=__version__))
         if recent:
             self._follow()
-            self.consensus.find(recent, self.node.initial_peers())
+            self.consensus.find(recent, () if self._machine is None else self.node.initial_peers())
 
     # ------------------------------------------------------------------ records
 
@@ -267,49 +259,83 @@ class HivemindSwarm:
     def certified(self, round: int) -> Body | None:
         return self.consensus.body_at(round)
 
-    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
-        # A peer that repeats a round alone, after a restart, starts from an older certificate than the last one.
-        last = self.consensus.body_at(contribution.member.round) or self.consensus.last()
-        self._open = (last, self.consensus.attempt)
-        if self._is_cut_off(expected, last) and self._membership.wait_for_live_peers(
-            last.round, self.consensus.known(), self._rounds.shrink_seconds
-        ):
-            reason = "the swarm was out of reach"
-            return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
+    def agree(
+        self,
+        contribution: Contribution,
+        stage: Callable[[RoundResult], Staged | None],
+        *,
+        expected: Collection[str],
+        closes_from: float,
+    ) -> Body | None:
+        last, began, lost = self.consensus.last(), self.now(), set[str]()
+        if contribution.deltas is not self._encoded_deltas:
+            self._encoded_deltas = contribution.deltas
+            self._reserve_uplink()
+            entry, self._encoded = self._encoding.encode(contribution)
+            self._tokens = entry.tokens
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
         changes = {
+            "tokens": self._tokens,
             "calls_only": self._network.client_mode,
             "links": self._stated_links(last),
             "invite": invite,
             "distrusts": self.bans.distrusted(last.round),
         }
-        contribution = replace(contribution, member=contribution.member.model_copy(update=changes))
-        if contribution.deltas is not self._encoded_deltas:
-            self._encoded_deltas = contribution.deltas
-            self._has_met = False  # all peers meet first
-            self._reserve_uplink()
-            entry, self._encoded = self._encoding.encode(contribution)
-            self._tokens = entry.tokens
-        member = contribution.member.model_copy(update={"tokens": self._tokens})
-        attempt = self._meet(member, last, expected, closes_from)
-        for peer, reason in attempt.refused.items():
-            log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
-        if attempt.clipped:
-            parts = ", ".join(f"{count} of {peer[-6:]}" for peer, count in sorted(attempt.clipped.items()))
-            log.info("round %d: clipped parts that lie far from the others': %s", last.round + 1, parts)
-        self.bans.record(last.round, attempt.evidence)
+        member = contribution.member.model_copy(update=changes)
+        if expected and self.peer_id not in expected:
+            expected = {*expected, self.peer_id}
+
+        assert self._averaging is not None, "the run's rounds begin when the run is entered"
+        averaging = self._averaging
+
+        async def average(roster: Roster, attempt: int) -> Outcome:
+            met_at = self.now()
+            averaged = await averaging.average(roster, attempt, self._encoded)
+            lost.update({averaged.lost} - {""})
+            outcome = await asyncio.to_thread(self._take, roster, averaged, contribution, met_at - began, stage)
+            return Outcome(*outcome, averaged.lost) if outcome is not None else Outcome(None)
+
+        say_if_lost = partial(
+            self._membership.say_if_lost,
+            *(last.round, self.consensus.known(), self.now(), self._rounds.shrink_seconds),
+        )
+
+        def is_over() -> bool:
+            say_if_lost()
+            return self._membership.is_stopped
+
+        part = Part(member, average, lambda: {*expected} - lost, closes_from)
+        return self.consensus.settle(part, on_wait=is_over)
+
+    def _take(
+        self,
+        roster: Roster,
+        averaged: Averaged,
+        contribution: Contribution,
+        matchmaking_seconds: float,
+        stage: Callable[[RoundResult], Staged | None],
+    ) -> Staged | None:
+        """Return what would follow from an attempt's averaging; None if there is nothing to decide."""
+        round = roster.round
+        for peer, count in sorted(averaged.clipped.items()):
+            log.info("round %d: clipped %d parts of %s that lie far from the others'", round + 1, count, peer[-6:])
+        self.bans.record(round, averaged.evidence)
+        attempt = Attempt(
+            roster=roster,
+            status={**dict.fromkeys(averaged.means, ""), **averaged.failures},
+            averaged=averaged.means,
+            evidence=averaged.evidence,
+            clipped=averaged.clipped,
+            matchmaking_seconds=matchmaking_seconds,
+            averaging_seconds=averaged.seconds,
+        )
         result = means_of(attempt, contribution, self._encoding)
-        if attempt.roster and SHARED not in result.means:
+        if SHARED not in result.means:
             self._links_rest_until = self.now() + LINKS_REST_SECONDS
         received, sent = averaged_bytes(result, self.peer_id, self._encoding)
         self._averaged_bytes = self._averaged_bytes[0] + received, self._averaged_bytes[1] + sent
-        self._averaged = (result, attempt)
-        return result
-
-    def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
-        if self._averager is None:
-            return {}
-        return self._averager.room(slots, self.last().round + 1)
+        self._results = [*self._results[-1:], (result, averaged)]
+        return stage(result)
 
     def _stated_links(self, last: Body) -> tuple[str, ...]:
         """Return peers to which this one, in client mode, is connected; none for a while after a failed attempt.
@@ -321,65 +347,18 @@ class HivemindSwarm:
         linked = self._machine.links.connected_to(self._membership.last_read(Claim).keys())
         return stated_links(self.peer_id, linked, last)
 
-    def _is_cut_off(self, expected: int, last: Body) -> bool:
-        """Tell whether this peer meets none of those that it has met before: they, or it, may be lost."""
-        is_sole_voter = last.voters == (self.peer_id,)
-        return expected <= 1 and bool(self._membership.live_peers) and not (self._trains_alone or is_sole_voter)
-
-    def _meet(self, member: Member, last: Body, expected: int, closes_from: float) -> Attempt:
-        if expected <= 1:
-            return alone(member, last, self._encoded)
-        assert self._averager is not None
-        claims: Mapping[str, Claim] = self._membership.last_read(Claim)  # type: ignore[assignment]
-        active = {peer for peer, claim in claims.items() if claim.state == "active"}
-        attempt = self._averager.attempt(
-            member,
-            last,
-            self._encoded,
-            expected=expected,
-            least=max(2, self.consensus.quorum),
-            num_known=len(active & last.known),
-            closes_from=closes_from,
-            is_redone=self._has_met,
-        )
-        self._has_met = bool(attempt.roster)  # the members of a failed attempt know each other, and need no DHT
-        if not attempt.roster and (last.voters == (self.peer_id,) or self.consensus.quorum == 1):
-            log.info("round %d: no other peer came: %s", last.round + 1, attempt.failure)
-            return alone(member, last, self._encoded)
-        return attempt
-
-    def decide(
-        self,
-        result: RoundResult,
-        digests: Mapping[VectorName, str],
-        ends_at: float,
-    ) -> Body | None:
-        last, attempt = self._open
-        entries = result.roster.entries if result.roster else ()
-        say_if_lost = partial(
-            self._membership.say_if_lost,
-            *(last.round, self.consensus.known(), self.now(), self._rounds.shrink_seconds),
-        )
-        return self.consensus.decide(last, attempt, entries, ends_at, digests, on_wait=say_if_lost)
-
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
-        averaged, attempt = self._averaged
-        self._averaged = (RoundResult(), Attempt())  # whose means take memory
-        buffers = self._averager.buffers if self._averager is not None else None
+        tried, self._results = self._results, []  # whose means take memory
+        averaged = next((each for made, each in tried if made is result), Averaged())
         self._encoded_deltas = None
         self._encoded = {}
-        if averaged is not result or SHARED not in committed:
-            self._encoding.forget()
-            if buffers is not None:
-                buffers.reset_residuals()
-            self.exchange.server.release()
-        else:
+        if SHARED in committed:
             self._encoding.commit(committed)
-            if buffers is not None:
-                kept = {name: residual for name, residual in attempt.residuals.items() if name in committed}
-                buffers.keep_residuals(kept)
-        if buffers is not None:
-            buffers.free()
+        else:
+            self._encoding.forget()
+            self.exchange.server.release()
+        if self._averaging is not None:
+            self._network.run(self._averaging.settle(averaged, committed), SETTLE_SECONDS)
 
     def leave(self) -> None:
         if self._consensus is not None:
@@ -483,9 +462,8 @@ class HivemindSwarm:
         if self._consensus is not None:
             self._consensus.close()
         self._membership.stop()
-        if self._averager is not None and self._averager.is_alive():
-            self.watchdog.stop()
-            (self._averager.shutdown if self.node.p2p.is_running() else self._averager.terminate)()
+        if self._averaging is not None:
+            self._averaging.close()
         if self._machine is not None:
             self._machine.close()
 
@@ -497,11 +475,11 @@ def rules_of(rounds: RoundConfig, *, trains_alone: bool = False) -> Rules:
         rounds: The run's round settings.
         trains_alone: Go on without the others as soon as their leases have run out.
     """
-    confirmation = max(MIN_CONFIRMATION_SECONDS, rounds.averaging_seconds / 3)
     return Rules(
         min_peers=rounds.min_peers,
         round_seconds=rounds.max_seconds + rounds.exchange_seconds,
-        attempt_seconds=confirmation + DECISION_SECONDS,
-        confirmation_seconds=confirmation,
+        meeting_seconds=rounds.matchmaking_seconds,
+        averaging_seconds=rounds.averaging_seconds,
+        results_seconds=rounds.results_seconds,
         shrink_seconds=0.0 if trains_alone else rounds.shrink_seconds,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,11 +53,15 @@ class RoundResult:
     averaging_seconds: float = 0.0
 
 
+Staged = tuple[Mapping[VectorName, str], float]
+"""Digests of the versions that would follow from a result, and of their kept forms, empty if it brought none of
+`shared`; and the DHT time at which the next round's training should end."""
+
+
 class Swarm(Protocol):
     """One peer's view of the swarm.
 
-    Calls return within the run's deadlines, except `average`, which may wait for lost peers for
-    `round.shrink_seconds`, and `decide`, which waits until the round is decided or another attempt begins.
+    Calls return within the run's deadlines, except `agree`, which waits until the round is decided.
     """
 
     peer_id: str
@@ -89,33 +93,27 @@ class Swarm(Protocol):
     def catch_up(self) -> None:
         """Ask other peers for the certificates that this one has missed, and wait a short time for them."""
 
-    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
-        """Meet the other peers and average, in the present attempt at the round after the last certificate.
+    def agree(
+        self,
+        contribution: Contribution,
+        stage: Callable[[RoundResult], Staged | None],
+        *,
+        expected: Collection[str],
+        closes_from: float,
+    ) -> Body | None:
+        """Meet the other peers, average and agree, attempt by attempt, until the round is decided.
 
         Args:
             contribution: This peer's deltas and roster entry; the deltas are not changed. Each is asked for once and
-                encoded, the first time that they are brought.
-            expected: Number of peers that completes the roster at once.
+                encoded.
+            stage: Returns what would follow from an attempt's result; None if there is nothing to decide, because no
+                member has trained.
+            expected: Peers that complete the roster at once.
             closes_from: DHT time from which the roster may be closed without the rest.
-        """
-
-    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
-        """Confirm what this peer would commit, and wait until the round is decided.
-
-        Args:
-            result: Of the last `average`.
-            digests: Digests of the versions that follow from its means, and of their kept forms; empty if it brought
-                none of `shared`.
-            ends_at: DHT time at which the next round's training should end.
 
         Returns:
-            The body of the round's certificate; None if another attempt at the round has begun.
-        """
-
-    def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
-        """Return memory for fp32 vectors of `shared` and of held slots, of which `average` needs no copy.
-
-        Only where the next round's vectors travel exactly. It is valid until `settle`.
+            The body of the round's certificate; None if there was nothing to decide, or this peer's chain has left the
+            certificate that its deltas start from.
         """
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 300.0
 """Lifetime of a metrics record: long enough for a monitor that was away for some rounds."""
-POLL_SECONDS = 1.0
 SAY_SECONDS = 20.0
 STOP_SECONDS = 1.0
 
@@ -128,8 +127,8 @@ class Membership:
         """Return the result of the last `read`."""
         return self._last_read.get(kind, {})
 
-    def wait_for_live_peers(self, round: int, known: Collection[str] | None, seconds: float) -> bool:
-        """Wait until another peer is active again, at most so long, or until the swarm is closed; tell whether one is.
+    def say_if_lost(self, round: int, known: Collection[str] | None, began: float, seconds: float) -> None:
+        """Say now and then that no other peer is active.
 
         A peer cannot tell whether the others have died or only the network between them; if it trained on alone, it
         would split the run in two.
@@ -137,33 +136,19 @@ class Membership:
         Args:
             round: The last round that this peer has committed.
             known: Peers that one of the last certificates names: a ghost is no swarm. None counts all.
+            began: DHT time at which its wait began.
             seconds: Time after which the run may go on without the others.
         """
-        began = self._network.now()
-        while self._network.now() < began + seconds and not self.wait(POLL_SECONDS):
-            if not self.say_if_lost(round, known, began, seconds):
-                return True
-        return False
-
-    def say_if_lost(self, round: int, known: Collection[str] | None, began: float, seconds: float) -> bool:
-        """Tell whether no other peer is active, and say so now and then.
-
-        Args:
-            round, known, seconds: As for `wait_for_live_peers`.
-            began: DHT time at which the wait began.
-        """
         active = {peer for peer, claim in self.read(Claim).items() if claim.state == "active"}  # type: ignore[attr-defined]
-        if (active if known is None else active.intersection(known)) - {self._network.peer_id}:  # guard: known-swarm
-            return False
         now = self._network.now()
-        if now - self._said_lost_at >= SAY_SECONDS:
+        is_alone = not (active if known is None else active.intersection(known)) - {self._network.peer_id}
+        if is_alone and now - self._said_lost_at >= SAY_SECONDS:
             self._said_lost_at = now
             log.warning(
                 "the swarm is out of reach since %.0f s; keeping round %d, trying all known addresses; a voter goes on "
                 "alone in %.0f s (sooner: start again with --resume --alone)",
                 *(now - began, round, max(0.0, began + seconds - now)),
             )
-        return True
 
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:

@@ -7,6 +7,7 @@ who averages what: no further message is needed to agree on the groups.
 from __future__ import annotations
 
 import hashlib
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,9 +20,11 @@ from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import MAX_REPLICATED, Batches, Body, MemberEntry, max_strangers, strangers
-from spes_p2p.swarm.invites import ShownInvite
+from spes_p2p.swarm.invites import GuestList, ShownInvite
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
+
+log = logging.getLogger(__name__)
 
 MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
@@ -191,12 +194,17 @@ class Roster(tuple[Member, ...]):
                 peer_id=peer,
                 tokens=members[peer].tokens,
                 slots=tuple(sorted(held[peer])),
-                replicates=tuple(sorted(members[peer].replicates)),
+                replicates=tuple(sorted(slot for slot in members[peer].replicates if self._keeps(peer, slot))),
                 calls_only=members[peer].calls_only,
                 batches=members[peer].batches,
             )
             for peer in self.groups[SHARED]
         )
+
+    def _keeps(self, peer: str, slot: int) -> bool:
+        """Return whether a member replicates a slot: it is in the slot's group, or there is none."""
+        name = VectorName.of_slot(slot)
+        return name not in self.groups or peer in self.replicas.get(name, ())
 
     @cached_property
     def distrusted(self) -> frozenset[str]:
@@ -337,6 +345,25 @@ def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, .
     starts = Counter(member.starts[name] for member in members)
     chosen = min(starts, key=lambda start: (-start[0], -starts[start], start[1]))
     return tuple(member.peer_id for member in members if member.starts[name] == chosen)
+
+
+def invited(roster: Roster, guests: GuestList | None) -> Roster:
+    """Return the roster of those that may take part in a closed run; the same on all members.
+
+    Args:
+        roster: Those that met.
+        guests: The run's invite list; None in an open run.
+    """
+    if guests is None or not roster:  # guard: closed-roster
+        return roster
+    shown = {member.peer_id: member.invite for member in roster}
+    ever_invited = roster.without(guests.refusals(shown, now=0.0))
+    # The members' clocks, not this peer's own: all members must agree which invite has expired.
+    now = statistics.median([member.ready_at for member in ever_invited] or [0.0])  # guard: invite-clock
+    refused = guests.refusals(shown, now)
+    for peer, reason in refused.items():
+        log.warning("round %d: refused %s: %s", roster.round + 1, peer[-6:], reason)
+    return roster.without(refused)
 
 
 def stated_links(me: str, linked: Collection[str], last: Body) -> tuple[str, ...]:

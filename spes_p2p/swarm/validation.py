@@ -14,7 +14,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
 from spes_p2p.swarm.p2p.identity import Identity, peer_id_of
-from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, MAX_TIME, RECORD_TYPES, Record
+from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, RECORD_TYPES, Record
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RecordValidator(RecordValidatorBase):
 
     A record is valid if its key belongs to the run, its subkey is the owner's public key, the signature is the owner's,
     the owner's libp2p id is the record's `peer_id`, its lifetime is at most MAX_LIFETIME_SECONDS, and it parses
-    strictly. The key of hivemind's matchmaking holds, signed in the same way, the time until which a peer waits.
+    strictly.
     """
 
     def __init__(self, run_id: str, identity: Identity) -> None:
@@ -38,7 +38,6 @@ class RecordValidator(RecordValidatorBase):
             DHTID.generate(source=key).to_bytes(): kind for kind in RECORD_TYPES for key in kind.keys(run_id)
         }
         self._run_id = run_id
-        self._matchmaking = DHTID.generate(source=f"{matchmaking_prefix(run_id)}.0b").to_bytes()
         self._signer = RSASignatureValidator(identity.private_key)
         self._valid: dict[DHTRecord, None] = {}
         """Records that have passed, those checked last at the end: each is checked again whenever it is read."""
@@ -82,7 +81,7 @@ class RecordValidator(RecordValidatorBase):
         if len(record.subkey) > MAX_SUBKEY_BYTES:  # guard: subkey-size
             raise RecordError("subkey is too long")
         kind = self._types.get(record.key)
-        if kind is None and record.key != self._matchmaking:
+        if kind is None:
             raise RecordError("key does not belong to this run")  # guard: other-runs-record
         if len(record.value) > MAX_RECORD_BYTES + MAX_SIGNATURE_BYTES:  # guard: record-size
             raise RecordError("value is too long")
@@ -94,10 +93,6 @@ class RecordValidator(RecordValidatorBase):
         if not self._signer.validate(record):  # guard: record-signature
             raise RecordError("signature is missing or wrong")
         value = ShallowSerializer.loads(self._signer.strip_value(record))
-        if kind is None:
-            if not isinstance(value, float) or not 0 <= value <= MAX_TIME:  # guard: waiting-time
-                raise RecordError("matchmaking record is no time")
-            return
         found = kind.decode(value)
         if found.peer_id != owner:  # guard: record-signer
             raise RecordError("signer is not the peer that the record names")
@@ -126,8 +121,3 @@ def _signer_of(record: DHTRecord) -> str:
         return owner_of(ShallowSerializer.loads(record.subkey[:MAX_SUBKEY_BYTES]))
     except RecordError:
         return "an unknown owner"
-
-
-def matchmaking_prefix(run_id: str) -> str:
-    """Return the prefix of the DHT keys that hivemind's matchmaking uses for a run."""
-    return f"{run_id}-rounds"

@@ -250,12 +250,11 @@ class TrainingLoop:
     def _deltas(self) -> LazyVectors[VectorName]:
         """Return how far training has moved each vector from its anchor, then the moments that the run averages."""
         trainer, anchors, round = self._trainer, self._sync.anchors, self._sync.round + 1
-        room = self._sync.swarm.room(trainer.slots)
 
         def delta(name: VectorName) -> Tensor:
             kinds = self._run.averaged_moments(name.kind) if anchors.averages_moments(round) else ()
             moments = trainer.moments(name, kinds) if kinds else None
-            return anchors.contribution(name, trainer.vector(name, room.get(name)), moments, round, overwrites=True)
+            return anchors.contribution(name, trainer.vector(name), moments, round, overwrites=True)
 
         return LazyVectors(trainer.names, delta)
 

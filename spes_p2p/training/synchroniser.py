@@ -15,7 +15,7 @@ from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
+from spes_p2p.swarm.interface import Contribution, RoundResult, Staged, Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Member
@@ -27,8 +27,6 @@ from spes_p2p.training.slots import HeldSlots, active_of
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-ATTEMPTS = 3
-"""Attempts at a round after which its work is given up, and the round trained anew."""
 PUNCTUAL = 0.5
 """Share of `matchmaking_seconds` after the round's end within which a step may still end or start."""
 
@@ -129,19 +127,21 @@ class Synchroniser:
             self.await_steps()
         self._expected = self.held.expected(self.held.claims())
         contribution = self._contribution(trained, began)
-        body: Body | None = None
-        while body is None and len(tried) < ATTEMPTS and not self.swarm.wait(0.0) and not self.is_behind:
-            # Another peer's fault drops groups; it raises nothing.
-            result = self.swarm.average(contribution, expected=len(self._expected), closes_from=closes_from)
-            # One without a roster gives the attempt up: without its word the others may lack a quorum to meet again.
+
+        def stage(result: RoundResult) -> Staged | None:
             has_met = bool(result.roster) or not self.round
             if has_met and not any(member.tokens for member in (*result.roster, contribution.member)):
-                return result, {}, None  # they meet to agree when their first round ends
+                tried.append((result, {}, {}))
+                return None  # they meet to agree when their first round ends
             staged = self._stage(result)
             digests = {name: digest(vector) for name, vector in staged.items() if not name.is_moments}
             tried.append((result, staged, digests))
-            body = self.swarm.decide(result, digests, self.next_end(result, self.round + 2))
-            closes_from = self.swarm.now()
+            del tried[:-2]  # vectors as large as the model's; the body of the attempt before may be proposed again
+            return digests, self.next_end(result, self.round + 2)
+
+        body: Body | None = None
+        if not self.is_behind:  # another peer's fault drops groups; it raises nothing
+            body = self.swarm.agree(contribution, stage, expected=self._expected, closes_from=closes_from)
         shared = body.shared if body is not None else ""
         decided = [each for each in tried if each[2].get(SHARED) == shared]
         result, staged, digests = (decided or tried or [(RoundResult(), {}, {})])[-1]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from certificates import MIN_PEERS, PEERS, Round, changed, digest
+from agreement import PEERS, Round, changed, digest
 from forgeries import cases
 
-from benchmarks.history_nodes import HmacKeys
-from spes_p2p.swarm.certificate import Body, Certificate, Proposal, SlotState
-from spes_p2p.swarm.certificate_checks import check_certificate, check_proposal, check_skip
+from benchmarks.history_peers import HmacKeys
+from spes_p2p.swarm.certificate import Body, Certificate, SlotState, check_certificate, check_skip
+from spes_p2p.swarm.proposal import Proposal
 
 VOTERS, GHOSTS = PEERS[:5], PEERS[50:60]
 KEYS = HmacKeys(PEERS[99])
@@ -55,25 +55,25 @@ def certificate(case: dict[str, Any], meeting: Round) -> Certificate:
 
 def proposal(case: dict[str, Any], meeting: Round) -> Proposal:
     attempt = case.get("attempt", 0)
-    confirmations = []
+    results = []
     for member in meeting.members:
         changes: dict[str, Any] = {}
         if member.peer_id in some(case.get("confirm_other", [0, 0])):
             changes["shared"] = digest("other")
         if member.peer_id in some(case.get("slot_other", [0, 0])):
-            changes["slots"] = {"0": digest("other"), "1": digest("new 1")}
-        confirmations.append(meeting.confirm(member.peer_id, attempt, **changes))
-    body = meeting.body(confirmations, removed=VOTERS[: case.get("removed", 0)])
+            changes["slots"] = {0: digest("other"), 1: digest("new 1")}
+        results.append(meeting.result(member.peer_id, attempt, **changes))
+    body = meeting.body(results, removed=VOTERS[: case.get("removed", 0)])
     members = [member.model_dump() for member in body.members]
     for member in members:
         if member["peer_id"] in GHOSTS:
             member["tokens"] = case.get("tokens", member["tokens"])
     body = changed(body, members=tuple(members), **spelled_out(case.get("change", {}), body))
-    turn = meeting.last.proposer(attempt)
+    turn = meeting.last.leader(attempt)
     other = next(voter for voter in VOTERS if voter != turn)
     author = {"GHOST": GHOSTS[0], "VOTER": other}.get(case.get("author", ""), turn)
-    give_ups = [meeting.give_up(peer, attempt - 1) for peer in some(case.get("give_ups", [0, 0]))]
-    return meeting.propose(attempt, confirmations, body=body, give_ups=give_ups, author=author)
+    entries = [meeting.entry(peer, attempt) for peer in some(case.get("entries", [0, 0]))]
+    return meeting.propose(attempt, results, body=body, entries=entries, author=author)
 
 
 @pytest.fixture
@@ -86,17 +86,17 @@ def test_what_the_voters_sign_counts(meeting: Round) -> None:
     honest: dict[str, Any] = {"signers": [3, 10]}
     assert not check_certificate(certificate(honest, meeting), meeting.last, KEYS)
     assert not check_skip(certificate(honest, meeting), meeting.last, KEYS)
-    with_ghosts = Round(roster=some([5, 2]))
-    assert not check_proposal(proposal({}, with_ghosts), with_ghosts.last, KEYS, MIN_PEERS)
-    later = {"attempt": 1, "give_ups": [3, 0]}
-    assert not check_proposal(proposal(later, meeting), meeting.last, KEYS, MIN_PEERS)
+    with_ghosts = Round(present=some([5, 2]))
+    assert not with_ghosts.check(proposal({}, with_ghosts))
+    later = {"attempt": 1, "entries": [3, 0]}
+    assert not meeting.check(proposal(later, meeting))
 
 
 @cases("who_counts")
 def test_what_ghosts_or_a_minority_sign_does_not_count(case: dict[str, Any]) -> None:
-    meeting = Round(roster=some(case.get("roster", [5, 0])))
+    meeting = Round(present=some(case.get("roster", [5, 0])))
     if case.get("document") == "proposal":
-        assert case["says"] in check_proposal(proposal(case, meeting), meeting.last, KEYS, MIN_PEERS)
+        assert case["says"] in meeting.check(proposal(case, meeting))
     else:
         forged = certificate(case, meeting)
         assert case["says"] in check_certificate(forged, meeting.last, KEYS)

@@ -11,18 +11,15 @@ from typing import Any, TypeVar
 import psutil
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
-from hivemind.proto import averaging_pb2, dht_pb2, runtime_pb2
+from hivemind.proto import dht_pb2
 from peer_server import RUN_ID
 from real_peers import PeerProcess
 
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
-from spes_p2p.swarm.validation import matchmaking_prefix
+from spes_p2p.swarm.records import PROTOCOL
 
 SECONDS, SILENCE_SECONDS = 30.0, 4.0
-JOIN, PART, CONFIRM, DOWNLOAD = (
-    f"{matchmaking_prefix(RUN_ID)}::SparseAverager.rpc_{name}"
-    for name in ("join_group", "aggregate_part", "confirm", "download_state")
-)
+AVERAGE = f"{RUN_ID}::{PROTOCOL}.average"
 FETCH, ASK = f"{RUN_ID}::exchange.fetch", f"{RUN_ID}::exchange.ask"
 
 T = TypeVar("T")
@@ -107,24 +104,6 @@ class Attacker:
     def find(self, *keys: bytes) -> Any:
         return self.call("DHTProtocol.rpc_find", dht_pb2.FindRequest(keys=keys), dht_pb2.FindResponse)
 
-    def confirm(self, uid: str) -> Any:
-        return self.call(CONFIRM, runtime_pb2.ExpertRequest(uid=uid), runtime_pb2.ExpertResponse)
-
-    def join(self, **fields: Any) -> Any:
-        """Ask to join a group; return the first answer's code, or the exception."""
-
-        async def work() -> Any:
-            request = averaging_pb2.JoinRequest(**fields)
-            try:
-                answers = await self.p2p.iterate_protobuf_handler(
-                    self._target, JOIN, request, averaging_pb2.MessageFromLeader
-                )
-                return averaging_pb2.MessageCode.Name((await anext(answers)).code)
-            except Exception as error:  # noqa: BLE001 - the test decides what to make of it
-                return error
-
-        return self.run(work())
-
     # ------------------------------------------------------------------ streams
 
     async def open(self, service: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -187,16 +166,14 @@ class Attacker:
     # ------------------------------------------------------------------ the victim
 
     def is_served(self) -> bool:
-        """Whether all of the victim's processes answer: its DHT, its averager, its exchange."""
-        ping, confirmed = self.ping(), self.confirm("00" * 20)
+        """Whether both of the victim's processes answer: its DHT, and its exchange."""
+        ping = self.ping()
         inventory, *_ = self.hear(ASK, b"t\x00\x00\x00\x02{}")
         answers = (
             isinstance(ping, dht_pb2.PingResponse),
-            # Between a meeting that failed and the next one, it waits in vain for the group to be known.
-            "TimeoutError" in repr(confirmed) or confirmed == runtime_pb2.ExpertResponse(),
             inventory == b"t",
         )
-        assert all(answers), (ping, confirmed, inventory)
+        assert all(answers), (ping, inventory)
         return True
 
 

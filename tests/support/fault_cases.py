@@ -9,28 +9,30 @@ from typing import Literal
 import misbehaving
 from peer_server import ATTEMPTS, ROUNDS
 
+from spes_p2p.swarm.agreement import OUT_ROUNDS
 from spes_p2p.swarm.hivemind_swarm import rules_of
 
 Fault = Literal["kill", "freeze", "cut", "lie"]
 PHASES: Mapping[str, tuple[str, ...]] = {
-    "matchmaking": (misbehaving.MATCHMAKING, misbehaving.ROSTER),
+    "with the roster": (misbehaving.ROSTER,),
     "before its first byte": (misbehaving.FIRST_BYTE,),
     "in the middle of sending": (misbehaving.SENDING,),
     "as a reducer": (misbehaving.REDUCING,),
-    "before it confirms": (misbehaving.CONFIRMING, misbehaving.DECIDING),
+    "before it confirms": (misbehaving.DECIDING,),
 }
 """The moments in which a victim may be struck, by phase; repeats take turns."""
 SLOTS = [(0, 1), (1,), (2,), (0, 1, 2)]
 """The last is the victim's: it shares every slot with somebody."""
 MEETING_SECONDS = 2.0
-ATTEMPT_SECONDS = 2 * ROUNDS.matchmaking_seconds + ROUNDS.averaging_seconds + rules_of(ROUNDS).attempt_seconds
+ATTEMPT_SECONDS = 2 * ROUNDS.matchmaking_seconds + ROUNDS.averaging_seconds + rules_of(ROUNDS).decision_seconds
 """Twice the time to meet, the time to average, and the time to decide."""
 DEADLINE_SECONDS = MEETING_SECONDS + ATTEMPTS * ATTEMPT_SECONDS
 """Of a round."""
 ROUND_SECONDS = MEETING_SECONDS + ATTEMPT_SECONDS
 TRIES = 3
 SPARE_SECONDS = 30.0
-MOST_ROUNDS_TO_HEAL = 6
+MOST_ROUNDS_TO_HEAL = OUT_ROUNDS + 4
+"""A peer that was lost before it voted is out for some rounds."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ from spes_p2p.swarm.names import SHARED
 def proposes_soon(peer: PeerProcess) -> bool:
     """Tell whether a peer proposes in one of the first two attempts at the next round."""
     last = peer.call("last")
-    return peer.peer_id in (last.proposer(0), last.proposer(1))
+    return peer.peer_id in (last.leader(0), last.leader(1))
 
 
 def _is_whole(result: Outcome) -> bool:
@@ -138,7 +138,7 @@ class FaultCluster:
         """
         *survivors, victim = self.peers
         case = Case("lie", how, how, self.codec)
-        while victim.call("last").proposer(0) != victim.peer_id if proposes else proposes_soon(victim):
+        while victim.call("last").leader(0) != victim.peer_id if proposes else proposes_soon(victim):
             self._enter(self.peers)
             self._settle(self.peers, case, time.monotonic())
         victim.call("misbehave", how)
@@ -174,11 +174,11 @@ class FaultCluster:
         notes = [peer.call("notes") for peer in survivors]
         case.attempts = max(map(len, notes))
         liar = self.peers[-1].peer_id
-        case.named = sum(any(liar in note.lost or liar in note.refused for note in made) for made in notes)
+        case.named = sum(any(note.lost == liar for note in made) for made in notes)
         case.reasons = sorted({reason for result in results for reason in result.dropped.values()})
         case.notes = [
-            f"{peer.peer_id[-6:]}: {note.failure or len(note.roster)} in {note.matchmaking_seconds:.2f} s, "
-            f"{note.averaging_seconds:.2f} s, lost {sorted(lost[-6:] for lost in note.lost)}, {note.status}"
+            f"{peer.peer_id[-6:]}: {len(note.roster)} in {note.averaging_seconds:.2f} s, lost {note.lost[-6:]}, "
+            f"{note.failures}"
             for peer, made in zip(survivors, notes, strict=True)
             for note in made
         ]

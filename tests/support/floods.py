@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from attacker import ASK, FETCH, JOIN, PART, Attacker, Watched, gather
-from hivemind.proto import averaging_pb2
+from attacker import ASK, AVERAGE, FETCH, Attacker, Watched, gather
 from peer_server import with_arrays
 from real_peers import PeerProcess, contribution
 
+from spes_p2p.swarm.averaging.averaging import Greeting
 from spes_p2p.swarm.exchange.protocol import MAX_VERSIONS
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
 
 POURED_BYTES, POUR_SECONDS = 2**28, 5.0
 """More than any peer may take, and how long it is offered."""
@@ -50,21 +51,16 @@ class Flood:
         return f"{self.taken_mib:.1f} MiB taken of a stream, {self.grown_mib:.0f} MiB grown: {dict(self.growth)}"
 
 
-def head(num_bytes: int, marker: bytes = b"\x00") -> bytes:
-    """Return what goes before a message of hivemind's streams."""
-    return marker + num_bytes.to_bytes(8, "big")
+def message(kind: bytes, data: bytes) -> bytes:
+    """Return a message as a channel frames it."""
+    return kind + len(data).to_bytes(4, "big") + data
 
 
-def message(size: int) -> bytes:
-    """Return a message as hivemind's streams frame it."""
-    data = averaging_pb2.AveragingData(group_id=b"g" * size).SerializeToString()
-    return head(len(data)) + data
-
-
+GREETING = message(b"t", Greeting(meeting="0" * 64, group="shared", lane=0).model_dump_json().encode())
+"""Of a meeting that the peer does not know."""
 STREAMS = {
-    "one of a TiB": (PART, head(2**40), b"x" * 2**18),
-    "parts": (PART, message(2**18 - 100), message(2**18 - 100)),
-    "joins": (JOIN, message(1000), message(2**18 - 100)),
+    "4 GiB": (AVERAGE, b"t" + b"\xff" * 4, b"x" * 2**18),
+    "parts": (AVERAGE, GREETING, message(b"p", bytes(2**18 - 100))),
     "a request": (FETCH, b"w" + (32 * MAX_VERSIONS).to_bytes(4), b"x" * 2**18),
     "an inventory": (ASK, b"t\x00\x00\x20\x00", b"x" * 2**18),
 }
@@ -82,8 +78,9 @@ def flood(victim: PeerProcess, attacker: Attacker, kind: str) -> Flood:
 def crowd(victim: PeerProcess, attacker: Attacker) -> Flood:
     """Send a peer many, while it waits for a group of which whoever calls may have heard before."""
     item = contribution(victim.peer_id, torch.Generator().manual_seed(1))
-    victim.begin("average", item.member, with_arrays(item.deltas), expected=3, closes_from=time.time() + 2)
-    pour = functools.partial(attacker.pour, PART, message(20), message(2**18 - 100), POURED_BYTES, CROWD_SECONDS)
+    expected = [victim.peer_id, hashed_peer_id(b"absent")]
+    victim.begin("average", item.member, with_arrays(item.deltas), expected=expected, closes_from=time.time() + 2)
+    pour = functools.partial(attacker.pour, *STREAMS["parts"], POURED_BYTES, CROWD_SECONDS)
     try:
         with Watched(victim) as watched:
             taken = gather([pour] * CROWD)

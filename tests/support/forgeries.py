@@ -17,7 +17,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 
 from spes_p2p.swarm.records import MAX_RECORD_BYTES, RECORD_TYPES, Record
-from spes_p2p.swarm.validation import RecordValidator, matchmaking_prefix
+from spes_p2p.swarm.validation import RecordValidator
 
 KINDS = {kind.kind: kind for kind in RECORD_TYPES}
 
@@ -115,13 +115,10 @@ def subkey_of(how, people, own):
 def mallorys_record(case, people):
     """Return a record as Mallory would have a node keep it."""
     validator, lies = RecordValidator("run", people.mallory), case.get("lies", {})
-    if case["kind"] == "meeting":
-        value, key = spelled_out(case["change"], people), f"{matchmaking_prefix('run')}.0b"
-    else:
-        record = honest_record(case["kind"], people.mallory.peer_id)
-        text = altered(json.loads(record.encode()), case, people)
-        text = record.encode().decode() + " " * MAX_RECORD_BYTES if text == "TOO_LONG" else text
-        value, key = text.encode("utf-8", "surrogatepass"), record.key("run")
+    record = honest_record(case["kind"], people.mallory.peer_id)
+    text = altered(json.loads(record.encode()), case, people)
+    text = record.encode().decode() + " " * MAX_RECORD_BYTES if text == "TOO_LONG" else text
+    value, key = text.encode("utf-8", "surrogatepass"), record.key("run")
     bucket = key[-1]
     if "key" in lies:
         key = lies["key"].replace("BUCKET", bucket).replace("OTHER", "0" if bucket != "0" else "1")

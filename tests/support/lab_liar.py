@@ -1,7 +1,7 @@
 """A dishonest peer in the laboratory: an honest one in all else, that lies from the moment at which it is told to.
 
 What it brings is spoiled before the laboratory's scribe sees it: the history holds what it truly sent. It lies as a
-virtual peer does (`spes_p2p/sim/attacks.py`), or as an averager that misbehaves (`misbehaving.py`).
+virtual peer does (`spes_p2p/sim/attacks.py`), or as averaging that misbehaves (`misbehaving.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.swarm import hivemind_swarm
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
@@ -31,12 +30,11 @@ BRINGS = ("sign_flip", "scale", "nan", "stale", "copy", "silent")
 """What a virtual peer does with what it brings, or does not bring."""
 AVERAGES = {
     "lying_reducer": "means a hundred times the opposite",
-    "lying_leader": misbehaving.FORGES,
     "mute": "sends nothing at all",
     "endless_parts": "sends without end",
     "endless_means": "answers without end",
 }
-"""What its averager does."""
+"""What its averaging does."""
 KINDS = (*BRINGS, *AVERAGES)
 
 
@@ -45,7 +43,7 @@ def live_dishonestly(kind: str, lies: Event, life: Life, pipe: Connection) -> No
 
     def record(stock: Callable, scribe: Scribe) -> None:
         stock(scribe)
-        wrap(HivemindSwarm, "average", Liar(kind, lies, scribe).average)  # around what is written down
+        wrap(HivemindSwarm, "agree", Liar(kind, lies, scribe).agree)  # around what is written down
 
     wrap(lab_peer, "record", record)
     if kind == "nan":
@@ -53,7 +51,6 @@ def live_dishonestly(kind: str, lies: Event, life: Life, pipe: Connection) -> No
     if kind in AVERAGES:
         gate, _ours = multiprocessing.Pipe()  # one at which it never stands
         misbehaving.open_gate(gate)
-        hivemind_swarm.SparseAverager = misbehaving.SparseAverager
     live(life, pipe)
 
 
@@ -78,24 +75,31 @@ class Liar:
         self._began = False
         self._virtual: _VirtualLiar | None = None
 
-    def average(self, stock: Callable, swarm: HivemindSwarm, contribution: Contribution, **settings: Any) -> Any:
+    def agree(
+        self, stock: Callable, swarm: HivemindSwarm, contribution: Contribution, stage: Callable, **settings: Any
+    ) -> Any:
         if self._virtual is None:
             self._virtual = _VirtualLiar(swarm)
+        virtual = self._virtual
         if self._lies.is_set() and not self._began:
             self._begin(swarm, contribution.member.round)
         if self._began and self._kind == "silent":
-            swarm.wait(max(0.0, settings["closes_from"] - swarm.now()) + swarm._rounds.matchmaking_seconds)
-            swarm._open = swarm.last(), swarm.consensus.attempt
-            return RoundResult(dropped=dict.fromkeys(contribution.deltas, "it met no others"))
-        result = stock(swarm, self._virtual.spoiled(contribution), **settings)
-        self._virtual.learn(result)
-        return result
+            last, ends = swarm.last(), settings["closes_from"] + swarm._rounds.averaging_seconds
+            while swarm.last() == last and swarm.now() < ends and not swarm.wait(0.1):
+                pass
+            return swarm.certified(last.round + 1)
+
+        def learns(result: RoundResult) -> Any:
+            virtual.learn(result)
+            return stage(result)
+
+        return stock(swarm, virtual.spoiled(contribution), learns, **settings)
 
     def _begin(self, swarm: HivemindSwarm, round: int) -> None:
         self._began = True
         self._scribe.note("lies", peer=swarm.peer_id, round=round + 1, kind=self._kind)
         if self._kind in AVERAGES:
-            swarm._averager.misbehave(AVERAGES[self._kind])  # type: ignore[union-attr]
+            misbehaving.misbehave(AVERAGES[self._kind])
         else:
             self._virtual.begin(self._kind, round)  # type: ignore[union-attr]
 

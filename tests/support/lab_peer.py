@@ -26,7 +26,7 @@ from spes_p2p.cli import entry_point
 from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.config import PeerConfig
 from spes_p2p.peer import life as peer
-from spes_p2p.swarm.averaging.allreduce import GroupAllreduce
+from spes_p2p.swarm.averaging.group import Group
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.store import VersionStore, write_whole
 from spes_p2p.swarm.exchange.versions import is_document
@@ -91,7 +91,7 @@ class Scribe:
 
 
 class Fate:
-    """Where this peer is to die, as the laboratory says; its averager's process reads it too."""
+    """Where this peer is to die, as the laboratory says."""
 
     def __init__(self, pipe: Connection, phase: str) -> None:
         self._pipe, self._shared = pipe, mmap.mmap(-1, 1)  # inherited by forks
@@ -144,22 +144,21 @@ def record(scribe: Scribe) -> None:
         versions = {name: [v.round, v.digest] for name, v in swarm.versions().items() if not is_document(name)}
         scribe.note("has", peer=swarm.peer_id, versions=versions)
 
-    # Results of the open round's attempts by the digest of what would follow of `shared`; a later attempt may decide on
-    # an earlier one's.
-    tried: dict[str, tuple[RoundResult, Mapping[str, str]]] = {}
-    starts: dict[str, str] = {}
-
-    def average(stock: Callable, swarm: HivemindSwarm, contribution, **settings):
+    def agree(stock: Callable, swarm: HivemindSwarm, contribution, stage: Callable, **settings):
         deltas = scribe.keep(contribution.deltas)
-        versions = swarm.versions()
-        starts.update({name: version.digest for name, version in versions.items()})
+        starts = {name: version.digest for name, version in swarm.versions().items()}
         scribe.note("brings", peer=swarm.peer_id, member=contribution.member.model_dump(), deltas=deltas)
-        return stock(swarm, contribution, **settings)
+        tried: dict[str, tuple[RoundResult, Mapping[VectorName, str]]] = {}
+        """Results of attempts by the digest of what would follow of `shared`."""
 
-    def decide(stock: Callable, swarm: HivemindSwarm, result, digests, *others):
-        means = {name: mean.clone() for name, mean in result.means.items()}
-        tried[digests.get(SHARED, "")] = replace(result, means=means), digests
-        body = stock(swarm, result, digests, *others)
+        def staged(result: RoundResult):
+            means = {name: mean.clone() for name, mean in result.means.items()}
+            made = stage(result)
+            if made is not None:
+                tried[made[0].get(SHARED, "")] = replace(result, means=means), made[0]
+            return made
+
+        body = stock(swarm, contribution, staged, **settings)
         if body is not None:
             result, digests = tried.get(body.shared, (RoundResult(), {}))
             certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}
@@ -175,7 +174,6 @@ def record(scribe: Scribe) -> None:
                     means=scribe.keep({name: result.means[name] for name in own}),
                     before={name: starts[name] for name in own},
                 )
-            tried.clear()
         return body
 
     def publish(stock: Callable, swarm: HivemindSwarm, round: int, bundles):
@@ -195,7 +193,7 @@ def record(scribe: Scribe) -> None:
         scribe.note("refuses", peer=swarm.peer_id, name=name, version=swarm.versions()[name].digest)
         stock(swarm, name, suspects)
 
-    for method in (average, decide, publish, pull, refuse):
+    for method in (agree, publish, pull, refuse):
         wrap(HivemindSwarm, method.__name__, method)
 
 
@@ -224,6 +222,12 @@ def place(fate: Fate) -> None:
 
         wrap(owner, name, wrapper)
 
+    def decides(stock: Callable, *args, **settings):
+        """Die with a result, before another peer hears of it."""
+        outcome = stock(*args, **settings)
+        fate.strikes("decision", me)
+        return outcome
+
     def meets(stock: Callable, *args, **settings):
         if fate.is_at("matchmaking"):
             threading.Timer(MEETING_SECONDS, fate.strikes, ["matchmaking"]).start()
@@ -250,11 +254,11 @@ def place(fate: Fate) -> None:
 
     before(HivemindSwarm, "enter", "join")
     before(VersionStore, "finish", "download")
-    before(GroupAllreduce, "_average", "all-reduce")
-    before(HivemindSwarm, "decide", "decision")
+    before(Group, "_average", "all-reduce")
     before(HivemindSwarm, "close", "exit")
     before(checkpoint, "save_tensors", "checkpoint")
-    wrap(HivemindSwarm, "_meet", meets)
+    wrap(HivemindSwarm, "_take", decides)
+    wrap(HivemindSwarm, "agree", meets)
     wrap(HivemindSwarm, "publish", publishes)
     wrap(version_store, "write_whole", writes)
     wrap(Trainer, "step", trains)

@@ -11,27 +11,26 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from hivemind.averaging.control import StepControl
 from hivemind.p2p import PeerID
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.averaging.averaging import Averaged
 from spes_p2p.swarm.averaging.encoding import Vectors
-from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent, reset_inherited_futures
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.interface import Contribution, RoundResult, Staged
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import Member
+from spes_p2p.swarm.roster import Member, Roster
 
 RUN_ID = "run"
 ROUNDS = RoundConfig(
@@ -65,37 +64,44 @@ class Outcome(RoundResult):
 
     Attributes:
         committed: What of an attempt's means the round's certificate names.
-        is_last: Of the last attempt; with an earlier one's means, a peer discards what its codecs have rounded off.
+        attempt: Number of that attempt.
         is_behind: The others have decided the round without this peer's result.
     """
 
     committed: Mapping[VectorName, torch.Tensor] = dataclasses.field(default_factory=dict)
-    is_last: bool = True
+    attempt: int = 0
     is_behind: bool = False
 
 
-def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expected: int, closes_from: float) -> Outcome:
-    """Make a round, as a synchroniser does; a peer's version is its mean."""
+def average(
+    swarm,
+    member: Member,
+    deltas: Mapping[str, torch.Tensor],
+    *,
+    expected: Collection[str],
+    closes_from: float,
+    notes: Sequence[AttemptNote] = (),
+) -> Outcome:
+    """Make a round, as a synchroniser does; a peer's version is its mean. `notes` grow with each attempt."""
     start = swarm.last()
     if member.previous == NO_START:
         member = member.model_copy(update={"previous": start.digest, "round": start.round})
     item = Contribution(member, {VectorName(name): delta for name, delta in deltas.items()})
-    body, tried, brought = None, [], {name: digest(delta) for name, delta in item.deltas.items()}
-    for _ in range(ATTEMPTS):
-        result = swarm.average(item, expected=expected, closes_from=closes_from)
+    brought = {name: digest(delta) for name, delta in item.deltas.items()}
+    tried: list[tuple[RoundResult, dict[VectorName, torch.Tensor], dict[VectorName, str]]] = []
+
+    def stage(result: RoundResult) -> Staged:
         means = {name: mean.clone() for name, mean in result.means.items()}
-        digests = {name: digest(mean) for name, mean in means.items()}
-        tried.append((result, means, digests))
-        body = swarm.decide(result, digests, swarm.now() + 1.0)
-        if body is not None or swarm.last().digest != start.digest:
-            break
-        closes_from = swarm.now()
+        tried.append((result, means, {name: digest(mean) for name, mean in means.items()}))
+        return tried[-1][2], swarm.now() + 1.0
+
+    body = swarm.agree(item, stage, expected=expected, closes_from=closes_from)
     assert {name: digest(delta) for name, delta in item.deltas.items()} == brought, "contributions stay as they were"
     certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)} if body else {}
     certified |= {SHARED: body.shared} if body else {}
     own_tries = [each for each in tried if body is not None and each[2].get(SHARED) == body.shared]
     is_own = bool(own_tries)
-    result, means, digests = (own_tries or tried)[-1]
+    result, means, digests = (own_tries or tried or [(RoundResult(), {}, {})])[-1]
     own = [name for name, found in digests.items() if is_own and certified[name] == found]
     swarm.settle(result, own)
     lost = {name: "the round's certificate names another version" for name in item.deltas if name not in own}
@@ -106,7 +112,7 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
             "dropped": lost | {name: reason for name, reason in result.dropped.items() if name not in own},
         },
         committed={name: means[name] for name in own},
-        is_last=result is tried[-1][0],
+        attempt=next((note.attempt for each, note in zip(tried, notes, strict=False) if each[0] is result), 0),
         is_behind=not is_own and swarm.last().digest != start.digest,
     )
 
@@ -125,7 +131,7 @@ class Setting(NamedTuple):
         falls_back: Goes into client mode where it finds that nobody can call it.
         known_peers: Keeps the addresses of others in a file of its directory.
         rounds: The run's deadlines.
-        collects: Collects garbage all the time, and is slow to let a group that has met begin.
+        collects: Collects garbage all the time.
         voters: Peers that decide the first round.
     """
 
@@ -157,19 +163,11 @@ class Setting(NamedTuple):
 class AttemptNote(NamedTuple):
     """What a test may want to know of an attempt at a round that the round's result does not tell."""
 
-    failure: str
-    refused: Mapping[str, str]
-    lost: frozenset[str]
+    attempt: int
+    lost: str
     roster: tuple[str, ...]
-    status: Mapping[str, str]
-    matchmaking_seconds: float
+    failures: Mapping[str, str]
     averaging_seconds: float
-
-    @classmethod
-    def of(cls, attempt: Attempt) -> AttemptNote:
-        roster = tuple(member.peer_id for member in attempt.roster)
-        times = attempt.matchmaking_seconds, attempt.averaging_seconds
-        return cls(attempt.failure, dict(attempt.refused), attempt.lost, roster, dict(attempt.status), *times)
 
 
 def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
@@ -182,7 +180,6 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         from benchmarks.testbed import enter_namespace
 
         enter_namespace(setting.namespace)
-    from spes_p2p.swarm import hivemind_swarm
 
     reset_inherited_futures()
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes are forks, of a child of any kind
@@ -192,8 +189,6 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         import misbehaving
 
         misbehaving.open_gate(gate)
-        hivemind_swarm.SparseAverager = misbehaving.SparseAverager
-        hivemind_swarm.HivemindSwarm = misbehaving.HivemindSwarm
     if setting.collects:
         _collect_all_the_time()
     try:
@@ -216,6 +211,7 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         try:
             if method == "average":
                 notes.clear()
+                kwargs["notes"] = notes
             result = notes[:] if method == "notes" else with_arrays(_call(swarm, method, args, kwargs))
             pipe.send((True, result))
         except Exception as error:  # noqa: BLE001 - the test decides what to make of it
@@ -224,23 +220,15 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
 
 
 def _collect_all_the_time() -> None:
-    """Make long the moment in which a group has met and waits for this process's word, and collect garbage in it.
-
-    By then the averager has read this process's next message, and nothing there holds what waits for the word.
-    """
-    let_begin = StepControl.allow_allreduce
+    """Collect garbage all the time, so that a task which nothing holds ends."""
 
     def collect() -> None:
         while True:
             gc.collect()
             time.sleep(0.1)
 
-    def let_begin_late(step: StepControl) -> None:
-        threading.Timer(2.5, let_begin, [step]).start()
-
-    StepControl.allow_allreduce = let_begin_late
     gc.freeze()  # what is there already would make each collection take a second
-    os.register_at_fork(after_in_child=lambda: threading.Thread(target=collect, daemon=True).start())
+    threading.Thread(target=collect, daemon=True).start()
 
 
 def _start(setting: Setting):
@@ -268,14 +256,15 @@ def _start(setting: Setting):
 def _take_notes(swarm) -> list[AttemptNote]:
     """Return a list of the attempts at the latest round, the current one's while it lasts."""
     notes: list[AttemptNote] = []
-    attempt = swarm._averager.attempt
+    average_roster = swarm._averaging.average
 
-    def noted_attempt(*args, **kwargs) -> Attempt:
-        made = attempt(*args, **kwargs)
-        notes.append(AttemptNote.of(made))
-        return made
+    async def noted(roster: Roster, attempt: int, encoded: Mapping[VectorName, torch.Tensor]) -> Averaged:
+        averaged = await average_roster(roster, attempt, encoded)
+        peers = tuple(member.peer_id for member in roster)
+        notes.append(AttemptNote(attempt, averaged.lost, peers, dict(averaged.failures), averaged.seconds))
+        return averaged
 
-    swarm._averager.attempt = noted_attempt
+    swarm._averaging.average = noted
     return notes
 
 
@@ -283,7 +272,9 @@ def _call(swarm, method: str, args: tuple, kwargs: dict):
     from spes_p2p.swarm.hivemind_fixes import dht
 
     if method == "misbehave":
-        return swarm._averager.misbehave(*args)
+        import misbehaving
+
+        return misbehaving.misbehave(*args)
     if method == "average":
         return average(swarm, args[0], with_tensors(args[1]), **kwargs)
     if method == "strangers":

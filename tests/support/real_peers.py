@@ -1,4 +1,4 @@
-"""Real peers for tests: each a process of its own with p2pd, DHT and averager, driven through a pipe."""
+"""Real peers for tests: each a process of its own with p2pd and DHT, driven through a pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peer_server import NO_START, NUMELS, RUN_ID, Setting, serve, with_arrays, w
 
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
 from spes_p2p.swarm.roster import Member
 
 __all__ = ["NUMELS", "RUN_ID"]
@@ -92,7 +92,7 @@ class PeerProcess:
         return self.finish()
 
     def descendants(self) -> list[psutil.Process]:
-        """Return its p2pd, DHT and averager processes."""
+        """Return its p2pd and DHT processes."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self) -> None:
@@ -152,9 +152,12 @@ def contribution(
 
 
 def begin_average(peers, contributions, *, expected: int, meeting_seconds: float = MEETING_SECONDS) -> None:
+    """Let peers average; those that are expected beyond them do not come."""
+    ids = [peer.peer_id for peer in peers]
+    ids += [hashed_peer_id(f"absent {number}".encode()) for number in range(expected - len(ids))]
     for peer, item in zip(peers, contributions, strict=True):
         closes_from = time.time() + meeting_seconds
-        peer.begin("average", item.member, with_arrays(item.deltas), expected=expected, closes_from=closes_from)
+        peer.begin("average", item.member, with_arrays(item.deltas), expected=ids, closes_from=closes_from)
 
 
 def finish_in_turn(peers: Iterable[PeerProcess], timeout: float) -> Iterator[tuple[PeerProcess, RoundResult]]:

@@ -68,7 +68,7 @@ class Referee:
         if result.committed:
             wrong += self._check_means(item, result)
         state = self._states[me]
-        if SHARED not in result.committed or not result.is_last:
+        if SHARED not in result.committed:
             state.encoding.forget()
             state.errors.clear()
         else:
@@ -97,13 +97,13 @@ class Referee:
         return wrong
 
     def _attempts(self, result: Outcome) -> Mapping[str, Attempt]:
-        key = tuple(sorted(member.model_dump_json() for member in result.roster))
+        key = (str(result.attempt), *sorted(member.model_dump_json() for member in result.roster))
         if key not in self._means:
             met = {
                 member.peer_id: replace(self._entries[member.peer_id, member.ready_at][0], member=member)
                 for member in result.roster
             }
-            self._means[key] = average_entries(met, result.roster.last)
+            self._means[key] = average_entries(met, result.roster.last, result.attempt)
         return self._means[key]
 
     def _digest(self, attempt: Attempt, name: str, round: int) -> str:

@@ -19,6 +19,7 @@ from split_brain import frozen, seconds_until_death_is_seen, split_and_heal
 from spes_p2p.codecs.format import Segment
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.consensus import WAIT_SECONDS
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.p2p import node as node_module
@@ -89,7 +90,7 @@ def average_alone(swarm, *others):
     swarm.enter(ROUNDS, VECTORS, start_of((swarm.peer_id, *others)), max_slots=0)
     swarm.announce(Claim(peer_id=swarm.peer_id, state="active", max_slots=0, since=1.0))
     item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
-    return item, average(swarm, item.member, item.deltas, expected=1, closes_from=0.0)
+    return item, average(swarm, item.member, item.deltas, expected=[swarm.peer_id], closes_from=0.0)
 
 
 def known(folder, *addresses):
@@ -218,7 +219,7 @@ def test_a_peer_that_was_in_company_commits_alone_only_if_told_to(tmp_path, capl
     dead = dead_address(tmp_path)
     node = Node(Identity(tmp_path / "key"), "run", peerstore=known(tmp_path, dead))
     swarm = HivemindSwarm(node, tmp_path / "versions", trains_alone=trains_alone)
-    closing = threading.Timer(60.0 if trains_alone else 5.0, swarm.close)
+    closing = threading.Timer(60.0 if trains_alone else WAIT_SECONDS + 2.0, swarm.close)
     closing.start()
     item, result = average_alone(swarm, dead.rsplit("/", 1)[-1])
     if trains_alone:

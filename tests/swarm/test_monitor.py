@@ -26,8 +26,9 @@ from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.monitor.stores import open_store
 from spes_p2p.monitor.uploads import MANIFEST_FILE, StoredCheckpoints
 from spes_p2p.peer.restart import LEAST_SECONDS
+from spes_p2p.swarm.agreement import Outcome, Part
 from spes_p2p.swarm.averaging.encoding import Vectors
-from spes_p2p.swarm.certificate import Body, MemberEntry
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import MANIFEST, TOKENIZER
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest, declare_manifest
@@ -35,6 +36,7 @@ from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from spes_p2p.swarm.roster import Member, Roster
 from tests.unit.monitor.swarms import report
 
 NUM_SLOTS, SEQUENCE = 3, 16
@@ -77,18 +79,23 @@ class Peer:
         found = {
             peer: _digests_of(peer, round) for peer in sorted((*others, self), key=lambda peer: peer.swarm.peer_id)
         }
-        entries = [
-            MemberEntry(
-                peer_id=peer.swarm.peer_id,
-                tokens=1,
-                slots=tuple(sorted(name.slot for name in digests if name.slot is not None)),
-            )
-            for peer, digests in found.items()
-        ]
-        last, ends_at = self.swarm.last(), self.swarm.now() + 1.0
+        ids, last, ends_at = [peer.swarm.peer_id for peer in found], self.swarm.last(), self.swarm.now() + 1.0
 
         def confirm(peer: Peer) -> Body | None:
-            return peer.swarm.consensus.decide(last, 0, entries, ends_at, found[peer])
+            async def average(roster: Roster, attempt: int) -> Outcome:
+                return Outcome(found[peer], ends_at)
+
+            member = Member(
+                peer_id=peer.swarm.peer_id,
+                round=last.round,
+                previous=last.digest,
+                tokens=1,
+                slots=tuple(sorted(name.slot for name in found[peer] if name.slot is not None)),
+                tokens_per_second=1.0,
+                ready_at=self.swarm.now(),
+                sync_seconds=0.0,
+            )
+            return peer.swarm.consensus.settle(Part(member, average, lambda: ids, 0.0), on_wait=lambda: False)
 
         for peer in others:  # they wait for the certificate until they are closed
             threading.Thread(target=confirm, args=(peer,), daemon=True).start()
@@ -96,9 +103,10 @@ class Peer:
         assert body is not None and body.round == round
 
     def declare(self, round: int, slots: list[int]) -> None:
-        me = self.swarm.peer_id
+        me, last = self.swarm.peer_id, self.swarm.last()
+        certificate = last.digest if last.round == round > 0 else ""
         self.swarm.announce(Claim(peer_id=me, state="active", slots=tuple(slots), max_slots=3, since=1.0))
-        self.swarm.announce(Progress(peer_id=me, round=round, ends_at=0.0))
+        self.swarm.announce(Progress(peer_id=me, round=round, ends_at=0.0, certificate=certificate))
         if round:
             fields = report(0, round, slots=tuple(slots)).model_dump() | {"peer_id": me, "slots": tuple(slots)}
             self.swarm.report(Metrics(**fields))

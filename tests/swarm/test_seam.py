@@ -42,12 +42,13 @@ def memory_swarms(peers, codec="fp32"):
 def meet(hub, swarms, contributions, *, expected, late=()):
     """Let the swarms make a round, those at the places `late` after the others have tried."""
     results = [None] * len(swarms)
+    ids = [swarm.peer_id for swarm in swarms] + [f"absent {number}" for number in range(expected - len(swarms))]
 
     def run(i):
         item = contributions[i]
         if i in late:
             swarms[i].wait(LATE_SECONDS)
-        results[i] = peer_server.average(swarms[i], item.member, item.deltas, expected=expected, closes_from=0.0)
+        results[i] = peer_server.average(swarms[i], item.member, item.deltas, expected=ids, closes_from=0.0)
 
     hub.clock.run([partial(run, i) for i in range(len(swarms))])
     return results

@@ -46,7 +46,6 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import RecordValidator
-from spes_p2p.training.synchroniser import ATTEMPTS
 
 FAR_OUT = (-1, 2**63, 2**200, 1e300, -1e300, 1e-300, math.inf, math.nan)
 
@@ -286,7 +285,7 @@ def plans(run: RunConfig) -> None:
 def waits(run: RunConfig, loop: asyncio.AbstractEventLoop) -> None:
     """Threads and event loops wait for each time, and for the sum of all."""
     times = run.round
-    phases = times.matchmaking_seconds + ATTEMPTS * times.averaging_seconds + times.exchange_seconds
+    phases = times.matchmaking_seconds + times.averaging_seconds + times.exchange_seconds
     every = [value for name, value in times if name.endswith("_seconds")] + [phases + times.max_seconds]
     lock = threading.Lock()
     for seconds in every:

@@ -255,6 +255,11 @@ class Averaging:
             await group.serve(channel, peer, greeting.lane)
 
 
+def streams_per_peer(max_slots: int, max_replicated: int) -> int:
+    """Return how many streams of one member may be open here, of a peer with so many slots and replicas."""
+    return REMEMBERED * (LANES * (1 + max_slots) + max_replicated)
+
+
 def meeting_of(roster: Roster, attempt: int) -> str:
     """Return the name of the streams of an attempt to average a roster: a digest of both."""
     entries = sorted((member.peer_id, member.model_dump_json()) for member in roster)

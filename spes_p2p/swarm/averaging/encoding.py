@@ -92,11 +92,6 @@ class DeltaEncoding:
         """The residuals of committed deltas, by group."""
         self._pending: dict[str, PagedVector | None] = {}
 
-    @property
-    def description(self) -> str:
-        """Names the formats: peers that disagree about them must not meet."""
-        return repr(sorted(self._segments.items()))
-
     def format(self, name: str, round: int) -> Format:
         """Return the format of a group's vector in the round that commits it."""
         return self._cached([part for part in self._segments[VectorName(name).kind] if round % part.interval == 0])

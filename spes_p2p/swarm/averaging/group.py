@@ -158,7 +158,7 @@ class Group:
         for each in work:
             if each.done():
                 each.result()  # raises a bug of ours
-        for peer, seen in (await self._work(self.auditor.liars)).items():
+        for peer, seen in (await self._work(self.auditor.liars)).items():  # guard: lying-mean
             return self.fail(peer, seen.reason)
 
     def _ask_all(self) -> None:

@@ -22,7 +22,14 @@ MAX_SOURCES = 64
 """Peers that a fetch is connected to at a time."""
 MAX_REQUESTED = 16
 MAX_REQUESTED_BYTES = 2 * BLOCK_BYTES
-"""Parts requested from a source at any time, and bytes after which no more are: it must not wait for a request."""
+"""Parts requested over a stream at any time, and bytes after which no more are: the source must not wait for a request.
+Of several streams to a source each requests one block at a time, as the others fill its pauses."""
+MAX_STREAMS = 12
+MAX_STREAMS_PER_SOURCE = 4
+"""Streams to all sources together, and to one. If both ends send much, a request or an acknowledgement of yamux waits
+behind the other direction's blocks; over one stream the link idles meanwhile, and others are overloaded."""
+SLOW_SECONDS = 1.0
+"""Time of a block from which on its source is asked over one stream: what waits there could come from others."""
 POLL_SECONDS = 0.1
 MAX_POLL_SECONDS = 1.0
 """Pauses between two questions to a source that lacks what is missing here; they double while it gets nothing new."""
@@ -55,16 +62,18 @@ class Source:
         peer: Its id.
         have: What it has of each version; None until it has answered.
         num_parts: Parts that came from it.
+        num_streams: Streams over which it is asked.
         num_failures: Failures since the last part.
-        part_seconds: Time that its last part took.
+        block_seconds: Time that its last block took; 0 before one has come.
         task: Talks to it; None until it does, and once it is given up.
     """
 
     peer: str
     have: Sequence[int] | None = None
     num_parts: int = 0
+    num_streams: int = 1
     num_failures: int = 0
-    part_seconds: float = 0.0
+    block_seconds: float = 0.0
     task: asyncio.Task[None] | None = None
 
 
@@ -90,7 +99,7 @@ class _File:
 
 
 class Fetch:
-    """Fetches some versions at once, over one stream to each source.
+    """Fetches some versions at once, over one stream to each source, or several if the sources are few.
 
     The list of a version's block hashes comes first: it hashes to the digest that is wanted, whoever sent it. Each
     block is compared with its hash as it comes, and a source that sent another is asked no more. A part that is late
@@ -115,6 +124,7 @@ class Fetch:
     ) -> None:
         self._files = [_File(each) for each in files]
         self._sources = [Source(peer) for peer in dict.fromkeys(peers)]
+        self._num_streams = max(1, min(MAX_STREAMS // max(len(self._sources), 1), MAX_STREAMS_PER_SOURCE))
         self._connect = connect
         self._store = store
         self._count = count
@@ -216,7 +226,7 @@ class Fetch:
         while source.num_failures < MAX_FAILURES:
             before = source.num_parts
             try:
-                return await self._talk(source)
+                return await self._talk_all(source)
             except (ExchangeError, TimeoutError) as error:
                 reason = f"{source.peer[-6:]} {error}"
                 if isinstance(error, DisconnectedError | TimeoutError):
@@ -232,8 +242,24 @@ class Fetch:
         source.task = None
         self._wake()
 
-    async def _talk(self, source: Source) -> None:
+    async def _talk_all(self, source: Source) -> None:
+        """Take parts over one stream, and more once a block has come fast; the first failure ends all."""
+        source.num_streams, source.block_seconds = 1, 0.0
+        talks = [asyncio.create_task(self._talk(source, number)) for number in range(self._num_streams)]
+        try:
+            await asyncio.gather(*talks)
+        finally:
+            for talk in talks:
+                talk.cancel()
+            await asyncio.gather(*talks, return_exceptions=True)
+
+    async def _talk(self, source: Source, number: int) -> None:
         """Take parts over one stream; return when no version lacks any."""
+        while number and not 0 < source.block_seconds < SLOW_SECONDS:
+            if not any(file.lacks_parts for file in self._files):
+                return
+            await self._wait(POLL_SECONDS)
+        source.num_streams = max(source.num_streams, 1 + number)
         requested: deque[Part] = deque()
         pause = POLL_SECONDS
         loop = asyncio.get_running_loop()
@@ -272,7 +298,8 @@ class Fetch:
     def _choose(self, source: Source, requested: Collection[Part]) -> Part | None:
         """Request one more part of a source: one that is missing, or, if the source is idle, one that is late."""
         num_bytes = sum(self._files[index].unfinished.part_bytes(number) for index, number in requested)
-        if len(requested) >= MAX_REQUESTED or num_bytes >= MAX_REQUESTED_BYTES:
+        most_bytes = MAX_REQUESTED_BYTES if source.num_streams == 1 else BLOCK_BYTES
+        if len(requested) >= MAX_REQUESTED or num_bytes >= most_bytes:
             return None
         have = source.have or ()
         now = asyncio.get_running_loop().time()
@@ -281,7 +308,7 @@ class Fetch:
                 self._files[index].open.remove(number)
                 self._requested[index, number] = now, source
                 return index, number
-        late = max(LATE_SECONDS, 2 * source.part_seconds)
+        late = max(LATE_SECONDS, 2 * source.block_seconds)
         waiting = [
             (since, part)
             for part, (since, other) in self._requested.items()
@@ -318,7 +345,8 @@ class Fetch:
             is_new = await loop.run_in_executor(None, file.unfinished.write, part[1], data)
         except OSError as error:
             return self._give_up([file], f"cannot be stored: {error.strerror or error}")
-        source.part_seconds = loop.time() - began
+        if part[1] != LIST:
+            source.block_seconds = loop.time() - began
         source.num_parts += 1
         source.num_failures = 0
         self._requested.pop(part, None)

@@ -23,7 +23,6 @@ from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.hivemind_fixes.processes import ChildDHT
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
-from spes_p2p.swarm.hivemind_fixes.streams import MAX_STREAMS_PER_PEER, LimitedP2P
 from spes_p2p.swarm.validation import RecordValidator
 
 log = logging.getLogger(__name__)
@@ -34,8 +33,6 @@ MAX_OWNERS = 1024
 libp2p's limit of 4 MiB."""
 MAX_KEYS = 64
 """Keys of one request."""
-SPARE_STREAMS = 8
-"""Streams per peer and process beside those that carry its vectors."""
 
 
 def node_id_of(peer_id: PeerID) -> DHTID:
@@ -210,12 +207,10 @@ class SwarmDHT(ChildDHT):
 
     Attributes:
         subkey: The subkey of this peer's records.
-        streams_per_peer: Streams that another peer may have open to each process that connects through this DHT.
     """
 
     def __init__(self, p2p: P2P, validator: RecordValidator, **settings: Any) -> None:
         self.subkey = validator.subkey
-        self.streams_per_peer = MAX_STREAMS_PER_PEER
         # In client mode the id is random: the node is no neighbour, and searches must not skip the entry that other
         # nodes may still hold of it from an earlier start.
         node_id = None if settings.get("client_mode") else node_id_of(p2p.peer_id)
@@ -227,12 +222,6 @@ class SwarmDHT(ChildDHT):
         stock_node.DHTProtocol = SwarmDHTProtocol
         stock_protocol.DHTLocalStorage = BoundedStorage
         super().run()
-
-    async def replicate_p2p(self) -> LimitedP2P:
-        """Return this process's connection to the peer's host; call it once per process."""
-        p2p = await LimitedP2P.replicate(self._daemon_listen_maddr)
-        p2p.stream_quota.max_items = self.streams_per_peer
-        return p2p
 
 
 # ---------------------------------------------------------------------- coroutines for `DHT.run_coroutine`

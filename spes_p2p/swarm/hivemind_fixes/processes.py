@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from multiprocessing import reduction, synchronize
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -321,7 +320,7 @@ class DaemonP2P(LimitedP2P):
         return [sys.executable, "-I", "-S", "-c", _EXEC, *command] if sys.platform == "linux" else command
 
 
-# ---------------------------------------------------------------------- the DHT's process, and pipes
+# ---------------------------------------------------------------------- the DHT's process
 
 
 class ChildDHT(DHT):
@@ -354,22 +353,3 @@ class ChildDHT(DHT):
         finally:
             if held:
                 MPFuture._update_lock.release()
-
-
-class BlockingConnection:
-    """One end of a pipe that an event loop watches; `recv` waits for the rest of a message.
-
-    uvloop makes a watched pipe non-blocking. Messages over 16 KiB are written in two pieces, and hivemind's averager
-    reads as soon as the first is there: `recv` raised EAGAIN, and the rest was later taken for a message.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.fileno = connection.fileno
-        self.poll = connection.poll
-        self.send = connection.send
-
-    def recv(self) -> object:
-        """Return the next message."""
-        os.set_blocking(self.fileno(), True)
-        return self._connection.recv()

@@ -132,7 +132,10 @@ def peer_id_of(public_key: bytes) -> str:
     Raises:
         ValueError: no such key, not in OpenSSH's own form, or slow to verify with.
     """
-    key = serialization.load_ssh_public_key(public_key)
+    try:
+        key = serialization.load_ssh_public_key(public_key)
+    except Exception as error:  # hostile keys make cryptography raise any of a dozen types
+        raise ValueError("not an OpenSSH public key") from error
     if (
         not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS  # guard: key-size
     ):

@@ -28,6 +28,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, share_memory_without_files
+from spes_p2p.swarm.hivemind_fixes.streams import MAX_STREAMS_PER_PEER
 from spes_p2p.swarm.p2p.channel import Answer, Channel, open_stream, serve_streams
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore, Scope, dialled, scope_of
@@ -457,6 +458,16 @@ class Node:
     async def serve(self, service: str, seconds: float, answer: Answer) -> None:
         """Answer each stream that a peer opens to a service; see `Network`."""
         await serve_streams(self.p2p, service, seconds, answer)
+
+    def admit(self, streams_per_peer: int, is_known: Callable[[str], bool]) -> None:
+        """Admit more streams of each peer, and keep half of all streams for known ones.
+
+        Args:
+            streams_per_peer: Streams that carry vectors, beside those of other services.
+            is_known: Tells whether a peer, by its id, is known to the run.
+        """
+        self.p2p.stream_quota.max_items = MAX_STREAMS_PER_PEER + streams_per_peer
+        self.p2p.reserve_half_for(lambda peer: is_known(peer.to_base58()))
 
     # ------------------------------------------------------------------ addresses
 

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 
@@ -36,7 +35,6 @@ class Watchdog:
     def __init__(self, node: Node) -> None:
         self.death = ""
         self.neighbours = 0
-        self.averager: BaseProcess | None = None
         self._node = node
         self._num_silent = 0
         self._alone_since: float | None = None
@@ -45,7 +43,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to check. Call it after the averager's fork, which would copy locks that this thread holds."""
+        """Begin to check."""
         self._thread.start()
 
     def on_death(self, act: Callable[[], None]) -> None:
@@ -89,8 +87,6 @@ class Watchdog:
             return f"p2pd, through which this peer talks to all others, has died ({self._node.p2p.ending})"
         if not self._node.dht.is_alive():  # guard: dht-death
             return "this peer's DHT process has died"
-        if self.averager is not None and not self.averager.is_alive():  # guard: averager-death
-            return "this peer's averager process has died"
         if self._node.p2p.has_lost_sockets():
             return f"p2pd's sockets in {self._node.p2p.folder} were deleted; keep cleaners of temporary files away"
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from certificates import last_body
+from agreement import last_body
 from model_folders import SEQUENCE, SLOTS, PeerFolder, assert_same
 from peer_processes import files_of
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -17,7 +17,7 @@ from spes_p2p.monitor.watch import Ending, HeldOut, Watch, plan_pull, pull_round
 from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
-from tests.support.certificates import PEERS, last_body
+from tests.support.agreement import PEERS, last_body
 from tests.unit.monitor.swarms import claim, empty_view, peer_id, report
 
 LAST = 3

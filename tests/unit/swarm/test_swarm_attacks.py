@@ -66,11 +66,14 @@ class Laboratory:
 
         def run(place):
             swarm = self.swarms[place]
-            result = results[place] = swarm.average(items[place], expected=count, closes_from=0.0)
-            if result.means:
-                digests = {name: digest(mean) for name, mean in result.means.items()}
-                assert swarm.decide(result, digests, 0.0) is not None
-                swarm.settle(result, result.means)
+
+            def stage(result):
+                results[place] = result
+                return {name: digest(mean) for name, mean in result.means.items()}, 0.0
+
+            peers = [each.peer_id for each in self.swarms]
+            assert swarm.agree(items[place], stage, expected=peers, closes_from=0.0) is not None
+            swarm.settle(results[place], results[place].means)
 
         self.hub.clock.run([partial(run, place) for place in range(count)])
         return results, sorted(items, key=lambda item: item.member.peer_id)

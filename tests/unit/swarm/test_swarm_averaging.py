@@ -23,7 +23,7 @@ from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.channel import TEXT, Channel
 from spes_p2p.swarm.roster import Member, Roster
-from tests.support.certificates import PEERS, last_body
+from tests.support.agreement import PEERS, last_body
 
 NUMEL = 150_000
 LAST = last_body(PEERS[:8])

@@ -9,7 +9,7 @@ from spes_p2p.swarm.averaging.audit import MAX_TIMES_OWN, OWN_CLIP, Auditor, Evi
 from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, GroupPlan, encode_message, weighted_mean
 from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, Bans
 from spes_p2p.swarm.roster import MAX_DISTRUSTED, NEWCOMER_WEIGHT, PROBATION_ROUNDS, Member, Roster
-from tests.support.certificates import last_body
+from tests.support.agreement import last_body
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 ODD = PEERS[2]

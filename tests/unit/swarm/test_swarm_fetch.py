@@ -118,6 +118,16 @@ def test_versions_come_from_all_that_have_them_and_no_byte_twice(tmp_path, monke
     assert num_bytes == sum(sent) == bytes_of(large) + bytes_of(small) + bytes_of(other)
 
 
+@pytest.mark.parametrize(("sources", "streams"), [(1, 4), (3, 4), (12, 1)])
+def test_few_sources_are_asked_over_several_streams_each(tmp_path, sources, streams):
+    """Over one stream, requests wait behind what this peer sends, and the link idles meanwhile."""
+    data = draw(6 * sources * BLOCK_BYTES)
+    peers = {f"{number}": Peer(tmp_path / f"{number}", data, uplink_mbit=50.0) for number in range(sources)}
+    failures, store, num_bytes = pull(tmp_path / "mine", peers, version_of(data))
+    assert failures == [""] and store.read("slot-1") == data and num_bytes == bytes_of(data)
+    assert max(peer.num_streams for peer in peers.values()) == streams
+
+
 def test_a_liar_costs_one_block_and_is_asked_no_more(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "LATE_SECONDS", SECONDS)
     data = draw(NUM_BLOCKS * BLOCK_BYTES)
@@ -208,6 +218,7 @@ def test_what_is_late_is_asked_of_another_source_too(tmp_path, monkeypatch):
 
 def test_a_source_that_dies_and_comes_back_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "MAX_STREAMS_PER_SOURCE", 1)
     data, sent = draw(), Counter()
 
     async def die_amid(channel, number):
@@ -289,8 +300,8 @@ def test_a_fetch_goes_on_with_the_blocks_of_a_process_that_was_killed(tmp_path):
 
 def test_blocks_of_a_version_on_its_way_are_passed_on(tmp_path):
     """A slow holder sends less than two copies and a bit to three peers, which have the rest from each other."""
-    data = draw(12 * BLOCK_BYTES)
-    holder = Peer(tmp_path / "holder", data, uplink_mbit=50.0)
+    data = draw(24 * BLOCK_BYTES)
+    holder = Peer(tmp_path / "holder", data, uplink_mbit=100.0)
     pullers = {name: Peer(tmp_path / name) for name in ("one", "two", "three")}
 
     async def fetch_all():

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgpack
 import pytest
-from hivemind.averaging.group_info import GroupInfo
-from hivemind.p2p import PeerID
 
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.averaging.matchmaking import read_roster
 from spes_p2p.swarm.invites import GuestList, issue, show
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.roster import Member
-from tests.support.certificates import last_body
+from spes_p2p.swarm.roster import Member, Roster, invited
+from tests.support.agreement import last_body
 
 NOW = 1_800_000_000
 
@@ -106,11 +102,8 @@ def test_the_clocks_of_strangers_end_no_invite(founder: Identity, guests: GuestL
         entry(guest, NOW - 5, invite),
         *(entry(s, 5.0 * NOW) for s in strangers),
     ]
-    peers = tuple(PeerID.from_base58(member.peer_id) for member in members)
-    gathered = tuple(msgpack.packb([0.0, 0, msgpack.packb([2, member.model_dump_json()])]) for member in members)
-    roster, refused = read_roster(GroupInfo(b"g", peers, gathered), last_body(), guests)
+    roster = invited(Roster(members, last_body()), guests)
     assert {member.peer_id for member in roster} == {founder.peer_id, guest}
-    assert set(refused) == set(strangers)
 
 
 def entry(peer: str, ready_at: float, invite: str = "") -> Member:

@@ -12,7 +12,7 @@ from spes_p2p.swarm.averaging.outcome import Attempt, alone, means_of
 from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.roster import Member, Roster
-from tests.support.certificates import last_body
+from tests.support.agreement import last_body
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 DIGESTS = ["0" * 64, "1" * 64]

@@ -1,16 +1,12 @@
 """hivemind's unary calls survive the cancellation of one of them, and its pipes large messages."""
 
 import asyncio
-import multiprocessing
-import os
-import struct
-from multiprocessing.reduction import ForkingPickler
 
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import runtime_pb2
 
-from spes_p2p.swarm.hivemind_fixes.processes import BlockingConnection, DaemonP2P
+from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 
 
 class Echo(ServicerBase):
@@ -57,24 +53,3 @@ def test_an_answer_to_a_cancelled_call_does_not_end_all_calls(monkeypatch):
             await server.shutdown()
 
     assert asyncio.run(scenario()) == b"hello"
-
-
-def test_a_message_that_comes_in_two_pieces_through_a_watched_pipe_arrives_whole():
-    ours, theirs = multiprocessing.Pipe()
-    message = ("_step", ["x" * 2**16], {})
-    data = bytes(ForkingPickler.dumps(message))
-
-    async def receive(end) -> object:
-        loop, is_there = asyncio.get_running_loop(), asyncio.Event()
-        os.set_blocking(end.fileno(), False)  # as uvloop does
-        loop.add_reader(end.fileno(), is_there.set)
-        os.write(ours.fileno(), struct.pack("!i", len(data)))  # as `Connection.send` begins a long one
-        await is_there.wait()
-        rest = loop.run_in_executor(None, os.write, ours.fileno(), data)
-        try:
-            return end.recv()
-        finally:
-            loop.remove_reader(end.fileno())
-            await rest
-
-    assert asyncio.run(receive(BlockingConnection(theirs))) == message

@@ -12,7 +12,7 @@ from hivemind.dht.validation import DHTRecord
 from spes_p2p.errors import ConfigError, RecordError
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by, peer_id_of
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, PROTOCOL, Claim, Metrics, Progress
-from spes_p2p.swarm.validation import RecordValidator, matchmaking_prefix
+from spes_p2p.swarm.validation import RecordValidator
 
 
 @pytest.fixture(scope="module")
@@ -140,29 +140,11 @@ def test_keys_spread_over_buckets_and_carry_their_version(identities, key):
     assert all(f".{PROTOCOL}." in name for name in key.keys("run"))
 
 
-def declared(identity, until, lifetime=30.0):
-    """Return the declaration of a peer that waits for others until then."""
-    validator = RecordValidator("run", identity)
-    key = DHTID.generate(source=f"{matchmaking_prefix('run')}.0b").to_bytes()
-    raw = DHTRecord(key, msgpack.packb(validator.subkey), msgpack.packb(until), time.time() + lifetime)
-    return dataclasses.replace(raw, value=validator.sign_value(raw))
-
-
-def test_a_peer_declares_until_when_it_waits_and_nobody_else_declares_it(identities):
-    alice, mallory = identities
-    assert accepts(mallory, declared(alice, time.time() + 10))
-    assert not accepts(mallory, declared(alice, math.inf))
-    assert not accepts(mallory, declared(alice, "soon"))
-    assert not accepts(mallory, declared(alice, 0.0, lifetime=math.inf))
-    forged = dataclasses.replace(declared(mallory, 0.0), subkey=declared(alice, 0.0).subkey)
-    assert not accepts(mallory, forged)
-
-
 @pytest.mark.parametrize("subkey", [None, b"peer", b""], ids=repr)
-def test_a_declaration_without_an_owner_is_refused(identities, subkey):
-    """A plain value that lives longer would take the place of everybody's, and no two peers would meet."""
+def test_a_record_without_an_owner_is_refused(identities, subkey):
+    """A plain value that lives longer would take the place of everybody's."""
     alice, _ = identities
-    fine = declared(alice, 0.0)
+    fine = signed(alice, claim_of(alice))
     unsigned = RecordValidator("run", alice).strip_value(fine)
     assert not accepts(alice, dataclasses.replace(fine, subkey=msgpack.packb(subkey), value=unsigned))
 

@@ -28,7 +28,7 @@ from spes_p2p.swarm.manifest import (
 )
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import ManifestRecord
-from tests.support.certificates import PEERS, Round, last_body
+from tests.support.agreement import PEERS, Round, last_body
 
 T = 16
 LONGER = {"round": {"total": 20}}
@@ -217,10 +217,10 @@ def _nothing(name: str, *, before: bool = False) -> bytes:
 
 def test_a_body_names_the_newest_revision_that_a_quorum_of_the_voters_has_read() -> None:
     old, new, odd = (Revision(number=number, digest=f"{number}" * 64) for number in (2, 3, 9))
-    round = Round(last_body(revision=old), roster=PEERS[:9])  # of which five vote
+    round = Round(last_body(revision=old), present=PEERS[:9])  # of which five vote
 
     def named(stated: list[Revision]) -> Revision:
-        return round.body([round.confirm(PEERS[at], revision=each) for at, each in enumerate(stated)]).revision
+        return round.body([round.result(PEERS[at], revision=each) for at, each in enumerate(stated)]).revision
 
     assert named([old] * 5) == old
     assert named([new, new, new, old, odd]) == new

@@ -26,15 +26,6 @@ def test_a_dht_that_has_ended_is_dead():
     assert "DHT" in watchdog(is_alive=False).check()
 
 
-def test_an_averager_that_has_ended_is_dead():
-    """The next round would wait for its answer for ever, with the claims still renewed."""
-    dog = watchdog()
-    dog.averager = SimpleNamespace(is_alive=lambda: True)
-    assert dog.check() == ""
-    dog.averager = SimpleNamespace(is_alive=lambda: False)
-    assert "averager" in dog.check()
-
-
 def test_whatever_a_known_peer_answers_the_watch_goes_on():
     dog, asked = watchdog(), []
 

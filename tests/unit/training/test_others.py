@@ -18,7 +18,7 @@ from spes_p2p.training import opening
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
-from tests.support.certificates import changed
+from tests.support.agreement import changed
 
 FAR = 10**5
 

@@ -15,7 +15,7 @@ from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, Tr
 from spes_p2p.config.controls import Intent
 from spes_p2p.errors import DataError
 from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.sim.swarm import ATTEMPTS, MemorySwarm
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.clock import round_end
 from spes_p2p.swarm.interface import RoundResult
@@ -24,7 +24,7 @@ from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training import opening
 from spes_p2p.training.round import MAX_FRUITLESS
-from spes_p2p.training.synchroniser import ATTEMPTS, Trained
+from spes_p2p.training.synchroniser import Trained
 from spes_p2p.training.trainer import Trainer
 
 
@@ -217,7 +217,7 @@ def test_a_peer_whose_branch_was_given_up_catches_up_though_the_other_is_no_long
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer_id(0), peer_id(1)})
     monkeypatch.setattr(opening, "try_to_fetch", lambda sync, routed: caught_up.append(routed))
     monkeypatch.setattr(opening, "rejoin", lambda *_: None)
-    monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: pytest.fail("it has nothing to average"))
+    monkeypatch.setattr(peer.swarm, "agree", lambda *_, **__: pytest.fail("it has nothing to average"))
     peer.loop._one_round(IDLE)
     assert len(caught_up) == 1
 
@@ -270,8 +270,7 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     peer = run_virtual(tiny_run(), num_peers=2, max_slots=3)[0]
     slots = [VectorName.of_slot(slot) for slot in range(3)]
     dropped = dict.fromkeys([SHARED, *slots[:2]], "lost a peer") | {slots[2]: "NaN"}
-    monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: RoundResult(dropped=dropped))
-    monkeypatch.setattr(peer.swarm, "decide", lambda *_: None)
+    monkeypatch.setattr(peer.swarm, "agree", lambda _, stage, **__: stage(RoundResult(dropped=dropped)) and None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
     peer.loop._one_round(Trained({}, 64, 100.0, 1.0))
     round = peer.sync.round + 1
@@ -284,10 +283,15 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     ]
 
 
-def test_an_attempt_without_a_certificate_is_followed_by_another_and_a_round_is_given_up_after_a_few(monkeypatch):
+def test_attempts_without_a_certificate_are_given_up_and_change_nothing(monkeypatch):
     peer = run_virtual(tiny_run(), num_peers=2, max_slots=3)[0]
     before, attempts = peer.swarm.versions(), list[RoundResult]()
-    monkeypatch.setattr(peer.swarm, "decide", lambda result, *_: attempts.append(result))
+
+    def decide(peer_id, last, attempt, result, *_):
+        attempts.append(result)
+
+    monkeypatch.setattr(peer.swarm._hub, "decide", decide)
+    peer.swarm._closed = False
     peer.trainer.load({SHARED: peer.anchors.weights(SHARED) + 1})
     work = Trained(peer.loop._deltas(), 64, 100.0, 1.0)
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer.swarm.peer_id})
@@ -310,7 +314,8 @@ def test_a_lone_peer_that_lacks_its_own_certified_version_goes_on_from_the_one_b
     sync.held.lost = {SHARED}
     assert sync.held.model_round() == (lost if goes_on else last).round
     # Made again, it has another result, as on another device.
-    monkeypatch.setattr(peer.swarm, "decide", lambda *_: lost)
+    monkeypatch.setattr(peer.swarm._hub, "decide", lambda *_: lost)
+    peer.swarm._closed = False
     monkeypatch.setattr(sync.held, "expected", lambda claims: {peer.swarm.peer_id})
     monkeypatch.setattr(sync, "await_steps", lambda: None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)
