@@ -181,8 +181,19 @@ class SwarmPeer:
         self.pull(names, [member.peer_id for member in result.roster], round)
 
     def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
-        """Pull versions from peers, as newcomers do; return how long it took."""
-        return self.pull(list(map(VectorName, names)), peers, min_round)
+        """Pull versions from peers, as newcomers do; return how long it took.
+
+        A round that ends meanwhile replaces what was listed, and the newest is pulled then.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                self.pull(list(map(VectorName, names)), peers, min_round)
+            except ExchangeError:
+                if time.monotonic() > began + 4 * ROUNDS.exchange_seconds:
+                    raise
+            else:
+                return time.monotonic() - began
 
     def pull(self, names: Sequence[VectorName], peers: Sequence[str], min_round: int) -> float:
         """Pull versions; return how long it took.
