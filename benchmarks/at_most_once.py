@@ -8,13 +8,16 @@ really draw is noted when they draw it, and compared with the rounds that were c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,10 +28,11 @@ from spes_p2p.data.shared import SharedSource
 from spes_p2p.data.windows import TokenFile
 from spes_p2p.errors import SimulationError
 from spes_p2p.presentation import say
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.simulator import Dies, Leaves, VirtualMachine, VirtualPeer
-from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.sim.network import VirtualNetwork, VirtualNode
+from spes_p2p.sim.peer import Dies, Leaves, VirtualMachine, VirtualPeer, VirtualSwarm
+from spes_p2p.swarm.averaging.encoding import Contribution
+from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
+from spes_p2p.swarm.certificate import Body, genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.training.build import build_initial
 from spes_p2p.training.loss_gate import public_text
@@ -83,19 +87,26 @@ Brought = dict[tuple[int, str], list[Window]]
 """By round and peer, what the peer had drawn when it brought its work to the round."""
 
 
-class WatchedSwarm(MemorySwarm):
-    """A peer's view of the hub; notes what the peer brings to each round."""
+class WatchedSwarm(VirtualSwarm):
+    """A virtual peer's swarm; notes what the peer brings to each round."""
 
-    def __init__(self, hub: MemoryHub, peer_id: str, brought: Brought) -> None:
-        super().__init__(hub, peer_id)
+    def __init__(self, network: VirtualNode, folder: Path, brought: Brought) -> None:
+        super().__init__(network, folder)
         self.source = NotingSource()
         self._brought = brought
 
-    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
+    def agree(
+        self,
+        contribution: Contribution,
+        stage: Callable[[RoundResult], Staged | None],
+        *,
+        expected: Collection[str],
+        closes_from: float,
+    ) -> Body | None:
         member = contribution.member
         drawn = self.source.notes.get(f"{self.peer_id}:{member.round + 1}", []) if member.tokens else []
         self._brought[member.round + 1, self.peer_id] = list(drawn)
-        return super().average(contribution, expected=expected, closes_from=closes_from)
+        return super().agree(contribution, stage, expected=expected, closes_from=closes_from)
 
 
 class Peer(VirtualPeer):
@@ -104,12 +115,13 @@ class Peer(VirtualPeer):
     Args:
         run: The run's settings.
         swarm: Its view.
+        start: The run's genesis.
         speed: Tokens per virtual second.
     """
 
-    def __init__(self, run: RunConfig, swarm: WatchedSwarm, speed: float) -> None:
+    def __init__(self, run: RunConfig, swarm: WatchedSwarm, start: Body, speed: float) -> None:
         probe_BT1 = public_text(lambda seed: NotingSource(), T)
-        super().__init__(run, swarm, swarm.source, probe_BT1, VirtualMachine(2, speed), vocab_size=VOCAB)
+        super().__init__(run, swarm, start, swarm.source, probe_BT1, VirtualMachine(2, speed), vocab_size=VOCAB)
         self._run = run
 
     def begin(self) -> None:
@@ -199,45 +211,42 @@ def history(
     generator, run = random.Random(f"at most once {seed}"), run or settings()
     times = run.round.model_copy(update={"min_peers": min_peers or num_peers // 2})
     run = run.model_copy(update={"round": times})
-    hub = MemoryHub(
-        *("run", times.matchmaking_seconds, times.lease_seconds),
-        min_peers=times.min_peers,
-        num_slots=run.model.num_experts,
-        shrink_seconds=times.shrink_seconds,
-    )
-    brought, peers = Brought(), dict[str, Peer]()
+    network, brought, peers = VirtualNetwork(seed), Brought(), dict[str, Peer]()
+    present = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(num_peers)]
+    founder = present[0]  # it alone can certify the first round
+    genesis_body = genesis("run", founder, "0" * 64, run.num_slots)
     speeds: dict[str, float] = {}
 
     def life(peer_id: str, start: float, fate: str, end: float) -> Callable[[], None]:
         def live() -> None:
-            hub.clock.advance(start)
-            before, swarm = peers.get(peer_id), WatchedSwarm(hub, peer_id, brought)
+            network.loop.advance(start)
+            before, swarm = peers.get(peer_id), WatchedSwarm(network.node(peer_id, "run"), folder, brought)
             speed = speeds.setdefault(peer_id, generator.uniform(15, 60))
-            peer = peers[peer_id] = Peer(run, swarm, speed)
-            if before is not None:  # as from its disk
-                swarm._keep(before.swarm._before)
-                swarm._keep(before.swarm._mine)
+            peer = peers[peer_id] = Peer(run, swarm, genesis_body, speed)
+            if before is not None:  # the rest is on its disk
                 peer.sync.held.resume(before.sync.held.slots)
             (peer.leave_after if fate == "leaves" else peer.interrupt)(end - start)
             peer.begin()
 
         return live
 
-    present = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(num_peers)]
-    founder = present[0]  # it alone can certify the first round
     newcomers = (hashed_peer_id(f"{seed}:{index}".encode()) for index in itertools.count(num_peers))
-    for segment in range(segments):
-        kept = {founder} if segment == 0 else set[str]()
-        fates = draw_fates(generator, present, newcomers, kept, math.ceil(share * num_peers), seconds)
-        began = hub.clock.now()
-        try:
-            hub.clock.run([life(peer, *fate) for peer, fate in fates.items() if fate[0] < seconds])
-        except SimulationError:  # some wait for peers that were killed; now all are
-            if hub.clock.now() < began + seconds:
-                raise
-        present = [peer for peer, (start, fate, _) in fates.items() if fate == "stops" and start < seconds]
-        hub.clock.advance(generator.uniform(1.0, 40.0))
-    return outcome(hub, brought, run)
+    with tempfile.TemporaryDirectory() as name, contextlib.closing(network):
+        folder = Path(name)
+        for segment in range(segments):
+            kept = {founder} if segment == 0 else set[str]()
+            fates = draw_fates(generator, present, newcomers, kept, math.ceil(share * num_peers), seconds)
+            began = network.loop.time()
+            try:
+                network.loop.live([life(peer, *fate) for peer, fate in fates.items() if fate[0] < seconds])
+            except SimulationError:  # some wait for peers that were killed; now all are
+                if network.loop.time() < began + seconds:
+                    raise
+            for node in network.nodes.values():
+                node.close()
+            present = [peer for peer, (start, fate, _) in fates.items() if fate == "stops" and start < seconds]
+            network.loop.advance(generator.uniform(1.0, 40.0))
+        return outcome(max((peer.swarm for peer in peers.values()), key=lambda swarm: swarm.last().round), brought, run)
 
 
 Fate = tuple[float, str, float]
@@ -262,15 +271,17 @@ def draw_fates(
     return fates
 
 
-def outcome(hub: MemoryHub, brought: Brought, run: RunConfig) -> Outcome:
-    """Compare what the peers have drawn with the certified rounds."""
+def outcome(swarm: VirtualSwarm, brought: Brought, run: RunConfig) -> Outcome:
+    """Compare what the peers have drawn with the certified rounds, of which this swarm knows all."""
+    last = swarm.last()
+    bodies = [body for round in range(1, last.round + 1) if (body := swarm.certified(round)) is not None]
     rounds = [
         [window for member in body.members if member.tokens for window in brought[body.round, member.peer_id]]
-        for body in hub.bodies[1:]
+        for body in bodies
     ]
     dealt = Counter((epoch, window) for each in rounds for epoch, window, is_dealt in each if is_dealt)
     size = NotingSource().epoch_windows
-    epochs = hub.bodies[-1].cursor * run.train.batch_size // size
+    epochs = last.cursor * run.train.batch_size // size
     later = [is_dealt for each in rounds[1:] for *_, is_dealt in each]
     return Outcome(
         rounds=len(rounds),

@@ -77,7 +77,8 @@ def main(config: SpeedConfig) -> int:
     torch.set_num_threads(config.threads)
     load_before = load_average()
     rounds = config.run.round.model_copy(update={"mode": "steps", "steps": config.steps, "total": config.rounds + 1})
-    run = config.run.model_copy(update={"round": rounds})
+    train = config.run.train.model_copy(update={"warmup_rounds": 0.0})  # may be longer than these few rounds
+    run = config.run.model_copy(update={"round": rounds, "train": train})
     # The loss is measured on next to nothing: it marks the rounds' ends.
     scenario = Scenario(
         run=run,

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 
@@ -48,6 +49,17 @@ def levels_of_loggers() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, before, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def virtual_worlds() -> Iterator[None]:
+    """End the worlds of a test's virtual peers; those of wider fixtures live on."""
+    virtual = sys.modules.get("virtual")
+    before = len(virtual.World.opened) if virtual is not None else 0
+    yield
+    for world in virtual.World.opened[before:] if virtual is not None else ():
+        world.close()
+        virtual.World.opened.remove(world)
 
 
 @pytest.fixture

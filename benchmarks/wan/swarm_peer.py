@@ -24,10 +24,10 @@ from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import CodecConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.averaging.encoding import Contribution, Vectors
+from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
 from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.interface import Contribution, RoundResult, Staged
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from spes_p2p.config import MAX_PEER_TOKENS, Frozen, PositiveFloat
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.sim.network import VirtualNode
+from spes_p2p.sim.peer import VirtualSwarm
+from spes_p2p.swarm.averaging.encoding import Contribution
+from spes_p2p.swarm.averaging.group import Group
+from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
+from spes_p2p.swarm.averaging.partition import Message, bytes_of, decode_message, encode_message
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Member
 
@@ -41,55 +46,51 @@ class Attack(Frozen):
         return round >= self.from_round and self.groups in ("all", "shared" if name == SHARED else "slots")
 
 
-class AttackingSwarm(MemorySwarm):
-    """The swarm of an attacker: it falsifies vectors and means on the peer's behalf.
+class Spoiler:
+    """Falsifies what one peer brings to rounds.
 
     Args:
-        hub: Shared by all peers of the simulation.
-        peer_id: This peer's id.
         attacks: Applied one after the other.
         delta_numel: Elements of a delta, for `shared` and `slot`.
     """
 
-    def __init__(self, hub: MemoryHub, peer_id: str, attacks: Sequence[Attack], delta_numel: Mapping[str, int]) -> None:
-        super().__init__(hub, peer_id)
-        self._attacks = attacks
+    def __init__(self, attacks: Sequence[Attack], delta_numel: Mapping[str, int]) -> None:
+        self.attacks = attacks
         self._delta_numel = delta_numel
         self._honest: dict[VectorName, Tensor] = {}
         self._means: dict[VectorName, Tensor] = {}
 
-    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
+    def does(self, kind: str, round: int) -> list[Attack]:
+        """Return the attacks of a kind that are under way in a round."""
+        return [attack for attack in self.attacks if attack.kind == kind and round >= attack.from_round]
+
+    def spoiled(self, contribution: Contribution) -> Contribution:
+        """Return what the peer brings in place of what it has trained."""
         member = contribution.member
-        if self._does("silent", member.round):
-            self._open = self.last(), self._hub.attempt
-            self.clock.advance(max(0.0, closes_from - self.now()) + self._hub.matchmaking_seconds)
-            return RoundResult(dropped=dict.fromkeys(contribution.deltas, "this peer met no other"))
-        for attack in self._does("inflate", member.round):
+        for attack in self.does("inflate", member.round):
             tokens = min(int(member.tokens * attack.factor), MAX_PEER_TOKENS)
-            contribution = replace(contribution, member=member.model_copy(update={"tokens": tokens}))
-        result = super().average(contribution, expected=expected, closes_from=closes_from)
-        self._means |= result.means
-        return result
+            member = member.model_copy(update={"tokens": tokens})
+        deltas = {name: self._spoil(name, flat_N, member.round) for name, flat_N in contribution.deltas.items()}
+        return Contribution(member, deltas)
 
-    def _does(self, kind: str, round: int) -> list[Attack]:
-        return [attack for attack in self._attacks if attack.kind == kind and round >= attack.from_round]
+    def learn(self, means: Mapping[VectorName, Tensor]) -> None:
+        """Remember means, which the peer may bring as its own."""
+        if any(attack.kind == "copy" for attack in self.attacks):
+            self._means |= {name: mean.clone() for name, mean in means.items()}
 
-    def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
-        round = contribution.member.round
-        deltas = {name: self._spoil(name, flat_N, round) for name, flat_N in contribution.deltas.items()}
-        member, encoded = super()._encode(replace(contribution, deltas=deltas))
-        for attack in self._attacks:
-            for name in encoded if attack.kind == "nan" else ():
+    def overwrite(self, encoded: Mapping[VectorName, Tensor], round: int) -> None:
+        """Make encoded vectors those of NaN, in any codec; an honest encoder would refuse to write it."""
+        for attack in self.does("nan", round):
+            for name in encoded:
                 if attack.concerns(name, round):
-                    encoded[name].fill_(255)  # not a number in any codec; an honest encoder would refuse to write it
-        return member, encoded
+                    encoded[name].fill_(255)
 
     def _spoil(self, name: VectorName, flat_N: Tensor, round: int) -> Tensor:
         numel = self._delta_numel[VectorName(name).kind]
         delta, moments = flat_N[:numel], flat_N[numel:]
-        attacks = [attack for attack in self._attacks if attack.concerns(name, round)]
+        attacks = [attack for attack in self.attacks if attack.concerns(name, round)]
         if not attacks:
-            self._honest[name] = delta
+            self._honest[name] = delta.clone()
             return flat_N
         for attack in attacks:
             if attack.kind == "moments":
@@ -114,7 +115,62 @@ class AttackingSwarm(MemorySwarm):
             case _:
                 return delta
 
-    def _lie(self, round: int) -> float | None:
-        if all(round < attack.from_round for attack in self._attacks):
+
+class AttackingSwarm(VirtualSwarm):
+    """The swarm of an attacker: it falsifies vectors and means on the peer's behalf.
+
+    Args:
+        network: This peer's network; closed with the swarm.
+        folder: Shared by all peers.
+        spoiler: Falsifies vectors.
+    """
+
+    def __init__(self, network: VirtualNode, folder: Path, spoiler: Spoiler) -> None:
+        super().__init__(network, folder)
+        self._spoiler = spoiler
+
+    def agree(
+        self,
+        contribution: Contribution,
+        stage: Callable[[RoundResult], Staged | None],
+        *,
+        expected: Collection[str],
+        closes_from: float,
+    ) -> Body | None:
+        round, spoiler = contribution.member.round, self._spoiler
+
+        def learns(result: RoundResult) -> Staged | None:
+            spoiler.learn(result.means)
+            return stage(result)
+
+        if spoiler.does("silent", round):
+            self.wait(max(0.0, closes_from - self.now()) + self._rounds.matchmaking_seconds)
             return None
-        return next((-attack.factor for attack in self._does("lying_reducer", round)), 1.0)
+        assert self._averaging is not None, "the run is entered"
+        lies = spoiler.does("lying_reducer", round)
+        self._averaging.group = partial(LyingGroup, lies[0].factor) if lies else Group
+        return super().agree(spoiler.spoiled(contribution), learns, expected=expected, closes_from=closes_from)
+
+    def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
+        member, encoded = super()._encode(contribution)
+        self._spoiler.overwrite(encoded, member.round)
+        return member, encoded
+
+
+class LyingGroup(Group):
+    """A reducer that negates and scales the deltas in its means; the other arguments are `Group`'s.
+
+    Args:
+        factor: How much it scales them.
+    """
+
+    def __init__(self, factor: float, *group: Any, **settings: Any) -> None:
+        super().__init__(*group, **settings)
+        self._factor = -factor
+
+    def _mean_of(self, message: Message, inbox: dict[int, bytes]) -> Tensor:
+        values = decode_message(self.plan.format, message, super()._mean_of(message, inbox))
+        factors = [torch.full((part.numel,), 1.0 if part.segment else self._factor) for part in message]
+        place = bytes_of(message)
+        self.mean[place] = encode_message(self.plan.format, message, values * torch.cat(factors))
+        return self.mean[place]

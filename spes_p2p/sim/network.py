@@ -49,6 +49,7 @@ class VirtualNetwork:
         loss: Share of streams that fall silent, some of them at once.
         cuts: Pairs of a sender and a receiver between which nothing passes in this direction. A stream that has lost a
             message stays silent.
+        still: Peers that stand still: nothing passes to them or from them.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -59,12 +60,17 @@ class VirtualNetwork:
         self.delay: Callable[[str, str], float] = lambda sender, receiver: self.random.uniform(0.01, 0.1)
         self.loss = 0.0
         self.cuts: set[tuple[str, str]] = set()
+        self.still: set[str] = set()
+
+    def passes(self, sender: str, receiver: str) -> bool:
+        """Return whether what one peer sends to another arrives."""
+        return (sender, receiver) not in self.cuts and not self.still & {sender, receiver}
 
     def node(self, peer_id: str, run_id: str, *, client_mode: bool = False, uplink_mbit: float = 0.0) -> VirtualNode:
         """Start a peer, which finds the records of those that it can reach; a killed one may start again."""
         node = VirtualNode(self, peer_id, run_id, client_mode=client_mode, uplink_mbit=uplink_mbit)
         for other in self.nodes.values():
-            if other.run_id == run_id and not other.is_closed and (other.peer_id, peer_id) not in self.cuts:
+            if other.run_id == run_id and not other.is_closed and self.passes(other.peer_id, peer_id):
                 for record, expires_at in [item for kept in other.records.values() for item in kept.values()]:
                     node.keep(record, expires_at)
         self.nodes[peer_id] = node
@@ -126,12 +132,20 @@ class VirtualNode:
         return self._loop.call(work, timeout, self._context.copy())
 
     def notify(self, listener: Callable[[], None]) -> None:
-        if not self.is_closed:
-            self._loop.call_soon(listener, context=self._context.copy())
+        self._loop.call_soon(lambda: None if self.is_closed else listener(), context=self._context.copy())
+
+    def processor_seconds(self) -> float:
+        return 0.0
 
     def advance(self, seconds: float) -> None:
         """Let this peer's thread work for `seconds`, as `VirtualLoop.advance` does."""
         self._loop.advance(seconds)
+
+    def stand_still(self, seconds: float) -> None:
+        """Be paused like a stopped process: it reaches no other, and no other reaches it."""
+        self._network.still.add(self.peer_id)
+        self._loop.advance(seconds)
+        self._network.still.discard(self.peer_id)
 
     def close(self) -> None:
         """End like a killed process: with all tasks, and streams that hang up. Idempotent."""
@@ -150,7 +164,9 @@ class VirtualNode:
         record.encode()  # which raises RecordError if it is too large
         expires_at, network = self.now() + lifetime_seconds, self._network
         others = [node for node in network.nodes.values() if node is not self and node.run_id == self.run_id]
-        reached = [node for node in others if not node.is_closed and (self.peer_id, node.peer_id) not in network.cuts]
+        is_still = self.peer_id in network.still  # to one that stands still, others keep its records
+        cut = [node for node in others if is_still or (self.peer_id, node.peer_id) in network.cuts]
+        reached = [node for node in others if not node.is_closed and node not in cut]
         for node in [self, *reached]:
             node.keep(record, expires_at)
         return bool(reached)
@@ -172,7 +188,7 @@ class VirtualNode:
         there, back = network.delay(self.peer_id, peer), network.delay(peer, self.peer_id)
         is_lost = network.random.random() < network.loss
         lost_after = [network.random.randrange(MAX_LOST_AFTER) if is_lost else math.inf]
-        if (self.peer_id, peer) in network.cuts or lost_after == [0] or there + back > seconds:
+        if not network.passes(self.peer_id, peer) or lost_after == [0] or there + back > seconds:
             await asyncio.sleep(seconds)
             raise TimeoutError(f"{peer[-6:]} was not reached in {seconds:.0f} s")
         if self.is_closed or other is None or (self.client_mode and other.client_mode):
@@ -216,7 +232,7 @@ class VirtualNode:
 
     def reaches(self, peer: str) -> bool:
         """Return whether what this peer sends to another arrives."""
-        return (self.peer_id, peer) not in self._network.cuts
+        return self._network.passes(self.peer_id, peer)
 
 
 class VirtualChannel(Channel):

@@ -1,4 +1,4 @@
-"""N virtual peers in one process: the real trainer, rounds and codecs, over a swarm in memory, in virtual time.
+"""N virtual peers in one process: the real trainer, rounds, codecs and swarm, over a virtual network.
 
 Solo training is a scenario with one peer, centralised training is one peer with N times the batch, and DiLoCo is a
 scenario whose peers hold every slot: none is a special case.
@@ -6,20 +6,24 @@ scenario whose peers hold every slot: none is a special case.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
+import random
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
-from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
+from spes_p2p.data.packing import held_out_batches, train_sources
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
 from spes_p2p.errors import ConfigError, SimulationError
@@ -28,166 +32,48 @@ from spes_p2p.model.build import outline
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, over_checkpoint
 from spes_p2p.planner.size import ModelSize, run_size
-from spes_p2p.sim.attacks import AttackingSwarm
-from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.attacks import AttackingSwarm, Spoiler
+from spes_p2p.sim.network import VirtualNetwork
+from spes_p2p.sim.peer import Leaves, VirtualMachine, VirtualPeer, VirtualSwarm
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.anchors import start_digests
-from spes_p2p.training.build import (
-    StartBundles,
-    WholeModel,
-    build_initial,
-    build_synchroniser,
-    build_trainer,
-    with_digests,
-)
-from spes_p2p.training.loss_gate import LossGate, public_text
+from spes_p2p.training.build import StartBundles, WholeModel, build_initial, with_digests
+from spes_p2p.training.loss_gate import public_text
 from spes_p2p.training.ranks import Ranks
-from spes_p2p.training.round import TrainingLoop
 
 T = TypeVar("T")
 
 EVALUATION_BATCH = 16
 """Sequences per forward pass."""
 PARTS: Mapping[str, Part] = {"held_out": "reported", "tuning": "tuning"}
-SERVE_SECONDS = 30.0
-"""Time for which a peer serves the run's last versions, equal to the default of real peers."""
-
-
-class Leaves(Exception):
-    """Raised in a peer's thread when it leaves; a real peer gets KeyboardInterrupt."""
-
-
-class Dies(Exception):
-    """Raised in a peer's thread when it is killed."""
-
-
-class PacedTokens:
-    """A token source whose batches take virtual time: `spend` is called with the number of tokens of each."""
-
-    def __init__(self, source: TokenSource, spend: Callable[[int], None]) -> None:
-        self._source = source
-        self._spend = spend
-
-    def next_batch(self, num_sequences: int) -> LongTensor:
-        tokens_BT1 = self._source.next_batch(num_sequences)
-        self._spend(tokens_BT1[:, 1:].numel())
-        return tokens_BT1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-
-class VirtualMachine(NamedTuple):
-    """What a virtual peer runs on: slots that it can train, tokens per virtual second, and where it really computes."""
-
-    max_slots: int
-    tokens_per_second: float = 1000.0
-    device: str = "cpu"
-
-
-class VirtualPeer:
-    """A peer of a simulation: a real peer's trainer, training loop and synchroniser, in virtual time.
-
-    Args:
-        run: The run's settings.
-        swarm: The peer's own view of the swarm.
-        data: The peer's training sequences.
-        probe_BT1: Public sequences that the loss gate measures.
-        machine: What it runs on.
-        vocab_size: Entries of the run's tokenizer.
-        base: The frozen weights under the run's adapters, if it has any.
-    """
-
-    def __init__(
-        self,
-        run: RunConfig,
-        swarm: MemorySwarm,
-        data: TokenSource,
-        probe_BT1: LongTensor,
-        machine: VirtualMachine,
-        *,
-        vocab_size: int,
-        base: Base | None = None,
-    ) -> None:
-        self.swarm = swarm
-        self._clock = swarm.clock
-        self._tokens_per_second = machine.tokens_per_second
-        self._exchange_seconds = run.round.exchange_seconds
-        ranks = Ranks(machine.device)
-        paced = cast(TokenSource, PacedTokens(data, self._spend))
-        self.trainer = build_trainer(run, vocab_size, paced, ranks, clock=self._clock.now, base=base)
-        self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=machine.max_slots)
-        swarm.enter(self.sync.anchors.vectors())
-        gate = LossGate(self.trainer, self.sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
-        self.loop = TrainingLoop(run, self.trainer, self.sync, gate=gate)
-        self.reports: list[Metrics] = []
-        self._interruption: tuple[float, float] | None = None
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """Slots that the peer trains, or trained last."""
-        return self.trainer.slots
-
-    def live(self, initial: Callable[[], Mapping[VectorName, Tensor]], on_round: Callable[[Metrics], None]) -> None:
-        """Join, train to the run's end, leave.
-
-        Args:
-            initial: Makes the vectors of the run's start.
-            on_round: Called with the report of each round; may raise `Leaves` or call `interrupt`.
-        """
-
-        def report(metrics: Metrics) -> None:
-            self.reports.append(metrics)
-            on_round(metrics)
-
-        try:
-            self.loop.open(initial)
-            self.loop.run(report)
-            self._clock.advance(SERVE_SECONDS)
-            self.sync.held.leave()
-        except Leaves:
-            self.sync.held.hand_over(self._exchange_seconds)
-        except Dies:
-            pass
-        self.swarm.close()
-
-    def interrupt(self, after_seconds: float, seconds: float = math.inf) -> None:
-        """Kill or pause the peer in the middle of training.
-
-        Args:
-            after_seconds: The interruption comes at the end of the first batch that ends this much later, or more.
-            seconds: Length of a pause, in which the peer neither works nor answers; infinite kills it.
-        """
-        self._interruption = self._clock.now() + after_seconds, seconds
-
-    def _spend(self, tokens: int) -> None:
-        """Let a batch take its time, and interrupt the peer if that is due."""
-        self._clock.advance(tokens / self._tokens_per_second)
-        if self._interruption is None or self._clock.now() < self._interruption[0]:
-            return
-        (_, seconds), self._interruption = self._interruption, None
-        if math.isinf(seconds):
-            self.swarm.close()  # a synchronisation beside the training dies with it
-            raise Dies
-        self.swarm.pause(seconds)
+RAM = "/dev/shm"
+"""Where versions lie, if it is there."""
+DELAY_SECONDS = 0.02
+"""From each virtual peer to each other one."""
 
 
 class Certified:
-    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others."""
+    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others.
 
-    def __init__(self, hub: MemoryHub, swarm: MemorySwarm) -> None:
+    Args:
+        swarm: The peer's.
+        others: The other peers'.
+    """
+
+    def __init__(self, swarm: VirtualSwarm, others: Iterable[VirtualSwarm]) -> None:
         self._swarm, mine = swarm, swarm.versions()
-        self._others: dict[str, tuple[Version, Tensor]] = {}
+        self._others: dict[str, tuple[Version, VirtualSwarm]] = {}
+        stored = [(other, other.versions()) for other in others if not other.network.is_closed]
         for slot, state in enumerate(swarm.last().slots):
             name = VectorName.of_slot(slot)
-            for bundles in hub.bundles.values() if name not in mine and name.kept in mine else ():
-                if name in bundles and bundles[name][0].digest == state.digest:
-                    self._others[name] = bundles[name]
+            for other, versions in stored if name not in mine and name.kept in mine else ():
+                if name in versions and versions[name].digest == state.digest:
+                    self._others[name] = versions[name], other
 
     def versions(self) -> dict[str, Version]:
         """Return the versions by name."""
@@ -195,7 +81,7 @@ class Certified:
 
     def load(self, name: VectorName) -> Tensor:
         """Return the values of a version, or the bytes of a kept form."""
-        return self._others[name][1] if name in self._others else self._swarm.load(name)
+        return (self._others[name][1] if name in self._others else self._swarm).load(name)
 
 
 class Evaluation(NamedTuple):
@@ -257,19 +143,25 @@ def simulate(
         ConfigError, DataError: the scenario's settings or text cannot be used.
         SpesError: the scenario cannot continue: every peer waits for an event that cannot happen.
     """
-    threads = torch.get_num_threads()
+    threads, drawn = torch.get_num_threads(), random.getstate()
     torch.set_num_threads(scenario.threads or threads)
-    try:
-        return _Simulation(scenario, cache.expanduser(), on_evaluation).run()
-    finally:
-        torch.set_num_threads(threads)
+    random.seed(scenario.seed)  # of the order in which blocks are fetched
+    with tempfile.TemporaryDirectory(dir=RAM if Path(RAM).is_dir() else None, prefix="spes-p2p-sim-") as folder:
+        try:
+            return _Simulation(scenario, cache.expanduser(), Path(folder), on_evaluation).run()
+        finally:
+            torch.set_num_threads(threads)
+            random.setstate(drawn)
 
 
 class _Simulation:
     """A running scenario; the peers' threads run one at a time, so no data here needs a lock."""
 
-    def __init__(self, scenario: Scenario, cache: Path, on_evaluation: Callable[[Evaluation], None] | None) -> None:
+    def __init__(
+        self, scenario: Scenario, cache: Path, folder: Path, on_evaluation: Callable[[Evaluation], None] | None
+    ) -> None:
         self._began = time.monotonic()
+        self._folder = folder
         rounds = scenario.run.round.model_copy(update={"min_peers": len(scenario.founders)})
         self._scenario = scenario
         self._run = scenario.run.model_copy(update={"round": rounds})
@@ -292,21 +184,17 @@ class _Simulation:
         texts = scenario.peer_text or [scenario.text]
         sources = [train_sources(self._run.data, tokenizer, paths=paths, cache=cache) for paths in texts]
         self._texts = [(source, public_text(source, self._run.data.sequence_length)) for source in sources]
-        self._hub = MemoryHub(
-            scenario.run_id,
-            rounds.matchmaking_seconds,
-            rounds.lease_seconds,
-            founder=self._peer_id(scenario.founders[0]),
-            min_peers=rounds.min_peers,
-            num_slots=self._run.num_slots,
-            shrink_seconds=rounds.shrink_seconds,
-        )
-        self._clock = self._hub.clock
+        self._network = VirtualNetwork(scenario.seed)
+        self._network.delay = lambda sender, receiver: DELAY_SECONDS
+        self._loop = self._network.loop
+        run_id, founder = scenario.run_id, self._peer_id(scenario.founders[0])
+        self._genesis = genesis(run_id, founder, digest(run_id.encode()), self._run.num_slots)
+        self._changed = asyncio.Event()
+        """Set when peers that wait to join must look again."""
         self._peers: dict[int, VirtualPeer] = {}
         self._present = set(scenario.founders)
         events = sorted(scenario.schedule, key=lambda event: event.round)
         self._interruptions = [event for event in events if event.kind in ("kill", "pause")]
-        self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
         self._initial: Mapping[VectorName, Tensor] = {}
         self._model = WholeModel(self._run, self._vocab_size, Ranks(scenario.device).device, self._base)
         self._batches = held_out_batches(
@@ -320,7 +208,7 @@ class _Simulation:
             part=PARTS[scenario.split],
         )
         self._round = 0
-        self._ended_at = self._clock.now()
+        self._ended_at = self._loop.time()
         self._evaluations: list[Evaluation] = []
         self._digests: dict[int, dict[str, str]] = {}
         self._forms: dict[int, dict[str, str]] = {}
@@ -329,12 +217,15 @@ class _Simulation:
 
     def run(self) -> SimulationResult:
         """Run to the end."""
-        started_at = self._clock.now()
-        self._clock.run([functools.partial(self._live, peer) for peer in range(self._scenario.peers)])
+        started_at = self._loop.time()
+        try:
+            self._loop.live([functools.partial(self._live, peer) for peer in range(self._scenario.peers)])
+        finally:
+            self._network.close()
         if self._round and not (self._evaluations and self._evaluations[-1].round == self._round):
             self._evaluate()
-        traffic = [swarm.traffic() for swarm in self._swarms]
         peers = [self._peers.get(peer) for peer in range(self._scenario.peers)]
+        traffic = [peer.swarm.traffic() if peer else (0, 0) for peer in peers]
         return SimulationResult(
             run=self._run,
             size=run_size(self._run, self._vocab_size),
@@ -358,33 +249,39 @@ class _Simulation:
         ids, seed = self._scenario.peer_ids, self._scenario.seed
         return ids[peer] if ids else hashed_peer_id(f"{seed}:{peer}".encode())
 
-    def _swarm(self, peer: int) -> MemorySwarm:
-        scenario, peer_id = self._scenario, self._peer_id(peer)
+    def _swarm(self, peer: int) -> VirtualSwarm:
+        scenario, size = self._scenario, run_size(self._run, self._vocab_size)
+        node = self._network.node(self._peer_id(peer), scenario.run_id)
         attacks = [attack for attack in scenario.attacks if attack.peer == peer]
         if not attacks:
-            return MemorySwarm(self._hub, peer_id)
-        size = run_size(self._run, self._vocab_size)
-        return AttackingSwarm(self._hub, peer_id, attacks, {SHARED: size.shared_params, "slot": size.slot_params})
+            return VirtualSwarm(node, self._folder)
+        numels = {SHARED: size.shared_params, "slot": size.slot_params}
+        return AttackingSwarm(node, self._folder, Spoiler(attacks, numels))
 
     def _live(self, index: int) -> None:
         """One peer's life, in its own thread."""
-        self._clock.advance(self._scenario.starts[index] if self._scenario.starts else 0.0)
+        self._loop.advance(self._scenario.starts[index] if self._scenario.starts else 0.0)
         if (join := self._scenario.event_round(index, "join")) is not None:
             while self._present and self._round < join:
-                self._clock.wait(math.inf)
+                self._loop.call(self._changed.wait(), math.inf)
             if not self._present:  # there is no peer to join
                 return
         self._present.add(index)
         self._take_part(index)
         self._present.remove(index)
-        self._clock.notify_all()  # wakes peers that wait to join
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _take_part(self, index: int) -> None:
         scenario = self._scenario
         source, probe_BT1 = self._texts[index if scenario.peer_text else 0]
         peer = self._peers[index] = VirtualPeer(
             self._run,
-            self._swarms[index],
+            self._swarm(index),
+            self._genesis,
             source(scenario.data_seeds[index] if scenario.data_seeds else 10_000 * scenario.seed + index),
             probe_BT1,
             VirtualMachine(_of(scenario.max_slots, index), _of(scenario.speeds, index), scenario.device),
@@ -425,9 +322,10 @@ class _Simulation:
     def _conclude(self, index: int, round: int) -> None:
         """Record the swarm's model of a round, as the first peer to finish the round has it."""
         self._round = round
-        self._ended_at = self._clock.now()
-        swarm, total = self._swarms[index], self._run.round.total
-        certified = Certified(self._hub, swarm)
+        self._ended_at = self._loop.time()
+        total = self._run.round.total
+        swarms = {peer: each.swarm for peer, each in self._peers.items()}
+        certified = Certified(swarms.pop(index), swarms.values())
         found = {VectorName(name): version.digest for name, version in certified.versions().items()}
         self._digests[round] = {name: digest for name, digest in found.items() if name.is_weights}
         self._forms[round] = {name: digest for name, digest in found.items() if name.is_kept}
@@ -436,14 +334,14 @@ class _Simulation:
         self._model.load(certified)
         if round % self._scenario.evaluate_rounds == 0 or round >= total:
             self._evaluate()
-        self._clock.notify_all()
+        self._wake()
 
     def _indices(self, peer_ids: Collection[str]) -> list[int]:
-        return [index for index, swarm in enumerate(self._swarms) if swarm.peer_id in peer_ids]
+        return [index for index in range(self._scenario.peers) if self._peer_id(index) in peer_ids]
 
     def _accused(self) -> dict[int, list[int]]:
-        honest = [swarm for index, swarm in enumerate(self._swarms) if index not in self._attackers]
-        seen = {accusation for swarm in honest for accusation in swarm.accused}
+        honest = [peer.swarm for index, peer in self._peers.items() if index not in self._attackers]
+        seen = {accusation for swarm in honest for accusation in swarm.bans.accused}
         return {round + 1: self._indices({p for r, p in seen if r == round}) for round in sorted({r for r, _ in seen})}
 
     def _evaluate(self) -> None:

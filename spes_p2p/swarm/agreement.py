@@ -240,6 +240,10 @@ class Agreement:
     def _loop_time(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def look(self) -> None:
+        """Have what waits in `until` look again."""
+        self._changed.set()
+
     async def until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Wait until something that happened makes `done` true, at most so long; return whether it is."""
         ends = self._loop_time() + seconds

@@ -59,6 +59,19 @@ class Keys(Protocol):
         """Tell whether the signature is that peer's, of this data; False if its public key is unknown."""
 
 
+class PeerKeys(Keys, Protocol):
+    """A peer's key, and what it learns of other peers' public keys."""
+
+    held: Collection[str]
+    """Peers whose keys no stranger's key displaces."""
+
+    def learn(self, public_key: bytes) -> str:
+        """Keep an encoded public key; return the id of its peer. Raises ValueError if it is none."""
+
+    def public_key(self, peer_id: str) -> str:
+        """Return a peer's encoded public key; empty if it is unknown, or none is needed."""
+
+
 @cache
 def _encoder() -> json.JSONEncoder:
     return json.JSONEncoder(sort_keys=True, separators=(",", ":"))

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import sync, write_atomic
-from spes_p2p.swarm.certificate import MAX_SENT, Body, Certificate, Digest, Document, Point, signers_of
-from spes_p2p.swarm.p2p.identity import IdentityKeys
+from spes_p2p.swarm.certificate import MAX_SENT, Body, Certificate, Digest, Document, PeerKeys, Point, signers_of
 from spes_p2p.swarm.records import Count
 
 MAX_RECENT = 512
@@ -160,7 +159,7 @@ class ChainFile:
         keys: Learns the public keys in the file.
     """
 
-    def __init__(self, path: Path, start: Body, keys: IdentityKeys) -> None:
+    def __init__(self, path: Path, start: Body, keys: PeerKeys) -> None:
         self._path = path
         self._start = start
         self._keys = keys

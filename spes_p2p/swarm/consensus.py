@@ -11,11 +11,19 @@ from typing import TypeVar
 
 from spes_p2p.errors import AbsentError, ConfigError
 from spes_p2p.swarm.agreement import Agreement, Part, Rules
-from spes_p2p.swarm.certificate import KNOWN_ROUNDS, Body, Certificate, Certificates, Revision, known_peers, signers_of
+from spes_p2p.swarm.certificate import (
+    KNOWN_ROUNDS,
+    Body,
+    Certificate,
+    Certificates,
+    PeerKeys,
+    Revision,
+    known_peers,
+    signers_of,
+)
 from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.network import Network
-from spes_p2p.swarm.p2p.identity import IdentityKeys
 from spes_p2p.swarm.promises import PromiseFile
 from spes_p2p.swarm.roster import Member, Roster, invited
 from spes_p2p.swarm.wire import PeerWire, Wired, say_few
@@ -63,7 +71,7 @@ class Consensus:
     def __init__(
         self,
         network: Network,
-        keys: IdentityKeys,
+        keys: PeerKeys,
         directory: Path,
         start: Body,
         rules: Rules,
@@ -132,6 +140,7 @@ class Consensus:
             log.exception("a message of %s could not be acted on; going on with the next one", peer[-6:])
         if isinstance(message, Certificates) and not self._has(message.certificates):
             self._unanswered.discard(peer)
+            self._agreement.look()
 
     def _has(self, certificates: tuple[Certificate, ...]) -> bool:
         """Return whether this peer follows certificates that it was sent: their sender may know more."""
@@ -228,7 +237,9 @@ class Consensus:
         chain = self._agreement.chain
         apart = {peer for peer, (round, digest) in ends.items() if digest and not chain.has(round, digest)}
         known = known_peers(chain.last)
-        for peer in sorted(apart & known or apart, key=lambda peer: -ends[peer][0])[:MAX_ASKED_AT_ONCE]:
+        me = self._network.peer_id  # of those that are as far, each peer asks others
+        nearest = sorted(apart & known or apart, key=lambda peer: (-ends[peer][0], peer <= me, peer))
+        for peer in nearest[:MAX_ASKED_AT_ONCE]:
             self._agreement.following.ask(peer)
 
     def catch_up(self, seconds: float) -> None:
@@ -278,7 +289,9 @@ class Consensus:
             chain = agreement.chain
             return chain.body_at(number) is not None or chain.has(number, digest) or peer not in self._unanswered
 
-        others = sorted({*first, *self._wire.peers()} - {self._network.peer_id}, key=lambda peer: peer not in first)
+        others = sorted(
+            {*first, *self._wire.peers()} - {self._network.peer_id}, key=lambda peer: (peer not in first, peer)
+        )
         for peer in others[:MAX_TRIED]:
             self._unanswered = {peer}
             self._try_guide(peer)

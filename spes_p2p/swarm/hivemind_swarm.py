@@ -1,4 +1,4 @@
-"""The swarm over Hivemind: DHT records, one matchmaking per round, versions over libp2p streams."""
+"""One peer's view of the swarm: records, rounds and versions, over p2pd and the DHT or a virtual network."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from spes_p2p.codecs.vectors import block_hashes, to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.agreement import Outcome, Part, Rules
 from spes_p2p.swarm.averaging.averaging import Averaged, Averaging, streams_per_peer
-from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
-from spes_p2p.swarm.averaging.outcome import Attempt, averaged_bytes, means_of
+from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding, Vectors
+from spes_p2p.swarm.averaging.outcome import RoundResult, Staged, averaged_bytes, result_of
 from spes_p2p.swarm.bans import Bans
-from spes_p2p.swarm.certificate import MAX_REPLICATED, Body, known_peers, strangers
+from spes_p2p.swarm.certificate import MAX_REPLICATED, Body, PeerKeys, known_peers, strangers
 from spes_p2p.swarm.consensus import FOLDER, Consensus
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.interface import Contribution, RoundResult, Staged
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.network import Network
-from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
+from spes_p2p.swarm.p2p.identity import IdentityKeys
 from spes_p2p.swarm.p2p.introductions import Links
 from spes_p2p.swarm.p2p.machine import Machine
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record
-from spes_p2p.swarm.roster import Roster, stated_links
+from spes_p2p.swarm.roster import Member, Roster, stated_links
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +51,13 @@ MAX_NAMED = 8
 
 
 class HivemindSwarm:
-    """A peer's swarm over a `Network`; implements `Swarm`.
+    """A peer's swarm over a `Network`. Calls return within the run's deadlines, except `agree`.
 
     Args:
         network: This peer's network; a `Node` is closed with the swarm.
         directory: Directory of this peer's versions.
-        identity: This peer's key; by default the node's.
+        keys: The key of a virtual peer; a `Node` has its own.
+        store: The versions; by default those in `directory`.
         serve: Whether to serve versions to other peers.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
         trains_alone: Whether to commit rounds alone after all live peers have vanished without leaving.
@@ -68,16 +68,17 @@ class HivemindSwarm:
         network: Network,
         directory: Path,
         *,
-        identity: Identity | None = None,
+        keys: PeerKeys | None = None,
+        store: VersionStore | None = None,
         serve: bool = True,
         uplink_mbit: float | None = None,
         trains_alone: bool = False,
     ) -> None:
         self.peer_id = network.peer_id
         self._network = network
-        self._identity = network.identity if isinstance(network, Node) else identity
+        self._keys = IdentityKeys(network.identity) if isinstance(network, Node) else keys
         self.bans = Bans()
-        self._store = VersionStore(directory)
+        self._store = store or VersionStore(directory)
         self.exchange = Exchange(network, self._store, serve=serve, uplink_mbit=uplink_mbit)
         self._averaging: Averaging | None = None
         self._uplink_mbit = uplink_mbit
@@ -146,7 +147,7 @@ class HivemindSwarm:
         Raises:
             AbsentError: no peer has sent that chain.
         """
-        assert self._identity is not None, "a peer signs what it states in a run"
+        assert self._keys is not None, "a peer signs what it states in a run"
         self._rounds = rounds
         self._vectors = vectors
         self._encoding = DeltaEncoding(vectors.segments, self._directory)
@@ -158,14 +159,14 @@ class HivemindSwarm:
         self._network.run(self._averaging.serve(), SETTLE_SECONDS)
         self._consensus = Consensus(
             self._network,
-            IdentityKeys(self._identity),
+            self._keys,
             self._directory.with_name(FOLDER),
             start,
             rules_of(rounds, trains_alone=self._trains_alone),
             peers=self._followers,
             is_gone=self._is_gone,
             guests=guests,
-            is_new=is_new or self._identity.is_new,
+            is_new=is_new or (isinstance(self._network, Node) and self._network.identity.is_new),
             finds=bool(recent),
         )
         if self._machine is not None:
@@ -182,6 +183,7 @@ class HivemindSwarm:
     # ------------------------------------------------------------------ records
 
     def now(self) -> float:
+        """Return the DHT time, in seconds since the epoch."""
         return self._network.now()
 
     @property
@@ -220,19 +222,24 @@ class HivemindSwarm:
         self.read(Progress)
 
     def known(self) -> Collection[str] | None:
+        """Return the peers that one of the last certificates knows; None before the first one, when all peers count."""
         return self.consensus.known()
 
     def catch_up(self) -> None:
+        """Ask other peers for the certificates that this one has missed, and wait a short time for them."""
         self._follow()
         self.consensus.catch_up(CATCH_UP_SECONDS)
 
     def announce(self, *records: Record) -> None:
+        """Store this peer's records and renew the latest of each kind until `close`."""
         self._membership.announce(*records)
 
     def report(self, record: Metrics | Archived) -> None:
+        """Store a record once."""
         self._membership.report(record)
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
+        """Return the unexpired records of a kind, by peer id."""
         return self._heard(kind, self._membership.read(kind))
 
     def read_now(self, kind: type[Record]) -> Mapping[str, Record]:
@@ -249,14 +256,17 @@ class HivemindSwarm:
         return found
 
     def wait(self, seconds: float) -> bool:
+        """Wait so long; return True, at once, when the swarm is closed."""
         return self._membership.wait(seconds)
 
     # ------------------------------------------------------------------ rounds
 
     def last(self) -> Body:
+        """Return the body of the last certificate that this peer knows: of the run's genesis at first."""
         return self.consensus.last()
 
     def certified(self, round: int) -> Body | None:
+        """Return the body of a round's certificate; None if this peer does not know it."""
         return self.consensus.body_at(round)
 
     def agree(
@@ -267,11 +277,25 @@ class HivemindSwarm:
         expected: Collection[str],
         closes_from: float,
     ) -> Body | None:
+        """Meet the other peers, average and agree, attempt by attempt, until the round is decided.
+
+        Args:
+            contribution: This peer's deltas and roster entry; the deltas are not changed. Each is asked for once and
+                encoded.
+            stage: Returns what would follow from an attempt's result; None if there is nothing to decide, because no
+                member has trained.
+            expected: Peers that complete the roster at once.
+            closes_from: DHT time from which the roster may be closed without the rest.
+
+        Returns:
+            The body of the round's certificate; None if there was nothing to decide, or this peer's chain has left the
+            certificate that its deltas start from.
+        """
         last, began, lost = self.consensus.last(), self.now(), set[str]()
         if contribution.deltas is not self._encoded_deltas:
             self._encoded_deltas = contribution.deltas
             self._reserve_uplink()
-            entry, self._encoded = self._encoding.encode(contribution)
+            entry, self._encoded = self._encode(contribution)
             self._tokens = entry.tokens
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
         changes = {
@@ -307,6 +331,9 @@ class HivemindSwarm:
         part = Part(member, average, lambda: {*expected} - lost, closes_from)
         return self.consensus.settle(part, on_wait=is_over)
 
+    def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
+        return self._encoding.encode(contribution)
+
     def _take(
         self,
         roster: Roster,
@@ -320,16 +347,7 @@ class HivemindSwarm:
         for peer, count in sorted(averaged.clipped.items()):
             log.info("round %d: clipped %d parts of %s that lie far from the others'", round + 1, count, peer[-6:])
         self.bans.record(round, averaged.evidence)
-        attempt = Attempt(
-            roster=roster,
-            status={**dict.fromkeys(averaged.means, ""), **averaged.failures},
-            averaged=averaged.means,
-            evidence=averaged.evidence,
-            clipped=averaged.clipped,
-            matchmaking_seconds=matchmaking_seconds,
-            averaging_seconds=averaged.seconds,
-        )
-        result = means_of(attempt, contribution, self._encoding)
+        result = result_of(roster, averaged, contribution, self._encoding, matchmaking_seconds)
         if SHARED not in result.means:
             self._links_rest_until = self.now() + LINKS_REST_SECONDS
         received, sent = averaged_bytes(result, self.peer_id, self._encoding)
@@ -348,6 +366,7 @@ class HivemindSwarm:
         return stated_links(self.peer_id, linked, last)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
+        """Keep the residuals of a result's committed groups, and drop the others'; all if this peer fell behind."""
         tried, self._results = self._results, []  # whose means take memory
         averaged = next((each for made, each in tried if made is result), Averaged())
         self._encoded_deltas = None
@@ -361,6 +380,7 @@ class HivemindSwarm:
             self._network.run(self._averaging.settle(averaged, committed), SETTLE_SECONDS)
 
     def leave(self) -> None:
+        """Tell the other voters that this peer takes part in no further round."""
         if self._consensus is not None:
             self._consensus.leave()
 
@@ -372,14 +392,17 @@ class HivemindSwarm:
         self.exchange.server.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
 
     def residuals(self) -> Mapping[str, PagedVector]:
+        """Return the rounding errors of this peer's own deltas, by group; they are added to a later delta."""
         return self._encoding.feedback.residuals()
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Restore what `residuals` returned before a restart. Valid only for the same anchors."""
         self._encoding.feedback.restore(residuals)
 
     # ------------------------------------------------------------------ versions
 
     def publish(self, round: int, bundles: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Version]:
+        """Serve flat vectors, and kept forms as uint8, as this round's versions, in place of older ones."""
         data = {name: to_bytes(flat_N) for name, flat_N in bundles.items()}
         hashes = {name: block_hashes(each) for name, each in data.items()}
         versions = {name: Version.of(name, round, each, hashes[name]) for name, each in data.items()}
@@ -391,20 +414,43 @@ class HivemindSwarm:
         self._store.add({name: (Version.of(name, round, data), data)})
 
     def contacts(self) -> Collection[str]:
+        """Return the other peers that are here, those without a claim too."""
         return (self.read(Contact).keys() | self.read(Claim).keys()) - {self.peer_id}
 
     def versions(self) -> Mapping[str, Version]:
+        """Return this peer's newest version of each vector and document, its own or pulled."""
         return self._store.newest()
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
+        """Return this peer's newest version of a flat vector, or the one before it, as a new tensor.
+
+        A kept form stays encoded, as uint8.
+
+        Raises:
+            ExchangeError: there is none.
+        """
         if not VectorName(name).is_kept:
             return self._store.map(name, before=before).whole()
         return self._vectors.decode(name, self._store.read(name, before=before))
 
     def mapped(self, name: VectorName) -> PagedVector:
+        """Return this peer's newest version of an fp32 vector where it lies; nothing changes it.
+
+        Raises:
+            ExchangeError: there is none.
+        """
         return self._store.map(name, is_trusted=True)
 
     def refuse(self, name: VectorName, suspects: Mapping[str, str], digest: str = "") -> None:
+        """Replace this peer's newest version of a vector by the one before it, if any, and never take it again.
+
+        Until the process ends, `inventory` omits the refused version and `pull` does not take it.
+
+        Args:
+            name: The vector.
+            suspects: Suspected peers, with reasons; they count as evidence of the version's round.
+            digest: Digest of a version of the last round that this peer does not have, to refuse in its place.
+        """
         round = self.last().round
         if digest:
             self._store.refused.add(digest)
@@ -415,6 +461,7 @@ class HivemindSwarm:
         self.bans.suspect(round - 1, suspects)
 
     def delete(self, name: VectorName) -> None:
+        """Delete this peer's versions of a vector."""
         self._store.delete_all(name)
 
     def load_document(self, name: str, *, before: bool = False) -> bytes:
@@ -428,6 +475,16 @@ class HivemindSwarm:
     def pull(
         self, wanted: Mapping[VectorName, tuple[int, str]], peers: Sequence[str], *, timeout: float
     ) -> Mapping[VectorName, str]:
+        """Fetch versions, each from all peers that have it, or get it meanwhile.
+
+        Args:
+            wanted: Round and digest of the version of each vector.
+            peers: Peers to ask.
+            timeout: Seconds for all versions together.
+
+        Returns:
+            Reasons for the versions that could not be fetched. This peer keeps its old ones.
+        """
         failures = self._vectors.unknown(wanted)  # guard: strange-pull
         versions = [
             Version(name=name, round=round, digest=digest, num_bytes=self._vectors.num_bytes(name))
@@ -441,6 +498,7 @@ class HivemindSwarm:
         return failures | {VectorName(name): reason for name, reason in reasons.items()}
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
+        """Ask peers for their versions, by peer and name; silent peers and refused versions are omitted."""
         found = self.exchange.inventory(peers)
         if silent := sorted(set(peers) - found.keys()):
             claims: Mapping[str, Claim] = self._membership.last_read(Claim)  # type: ignore[assignment]
@@ -455,10 +513,12 @@ class HivemindSwarm:
         return found
 
     def traffic(self) -> tuple[int, int]:
+        """Return the payload bytes received and sent since the start."""
         received, sent = self._averaged_bytes
         return self.exchange.bytes_in + received, self.exchange.server.bytes_out + sent
 
     def close(self) -> None:
+        """Leave the swarm: stop renewing records and serving versions. Idempotent."""
         if self._consensus is not None:
             self._consensus.close()
         self._membership.stop()

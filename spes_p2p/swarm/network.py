@@ -33,6 +33,9 @@ class Network(Protocol):
     def now(self) -> float:
         """Return the DHT time, in seconds since the epoch."""
 
+    def processor_seconds(self) -> float:
+        """Return the processor time of the calling thread, which costs a virtual peer nothing."""
+
     async def open(self, peer: str, service: str, seconds: float) -> Channel:
         """Open a stream to a peer's service, whose messages may take `seconds` each.
 

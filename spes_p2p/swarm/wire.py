@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from spes_p2p.swarm.certificate import (
     Goodbye,
     MemberEntry,
     PeerId,
+    PeerKeys,
     Question,
     Vote,
     signers_of,
@@ -34,7 +34,7 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.chain import PublicKey
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.p2p.channel import Channel
-from spes_p2p.swarm.p2p.identity import IdentityKeys, peer_id_of
+from spes_p2p.swarm.p2p.identity import peer_id_of
 from spes_p2p.swarm.proposal import Entered, Entry, Lacking, Meeting, Proof, Proposal, Result
 from spes_p2p.swarm.records import PROTOCOL, Digest
 
@@ -278,7 +278,7 @@ class PeerWire:
     def __init__(
         self,
         network: Network,
-        keys: IdentityKeys,
+        keys: PeerKeys,
         last: Callable[[], Body],
         peers: Callable[[], Collection[str]],
         is_gone: Callable[[str], bool],
@@ -411,7 +411,7 @@ class PeerWire:
         most = message_bytes(last) if is_held else MAX_STRANGE_BYTES  # guard: named-only
         most = max(most, certificates_bytes(len(last.slots))) if is_asked else most
         data = await channel.receive_text(most)
-        envelope, seconds = await asyncio.to_thread(_timed_unpack, data, most)
+        envelope, seconds = await asyncio.to_thread(self._timed_unpack, data, most)
         is_answer = is_asked and isinstance(envelope, Envelope) and envelope.certificates is not None
         if not is_answer:  # which may be many, as this peer asks on
             self._quota.take(payer, seconds, loop.time())
@@ -425,6 +425,15 @@ class PeerWire:
             await self._hand_over(peer, message, envelope.named, is_held=is_held)
         elif is_held and envelope.to in last.voters and isinstance(message, PASSED_ON):  # guard: passed-on
             self._begin(envelope.to, self._pass_on(envelope.to, envelope))
+
+    def _timed_unpack(self, data: bytes, most: int) -> tuple[Envelope | ExchangeError, float]:
+        """Return an envelope, or what is wrong with it, and the processor seconds that this took."""
+        began = self._network.processor_seconds()
+        try:
+            found: Envelope | ExchangeError = Envelope.unpack(data, most)
+        except ExchangeError as error:
+            found = error
+        return found, self._network.processor_seconds() - began
 
     async def _hand_over(self, peer: str, message: Wired, named: Sequence[str], *, is_held: bool) -> None:
         """Give the run's decisions a message; a proposal with the results that it names."""
@@ -475,13 +484,3 @@ class PeerWire:
                     self._keys.learn(key.encode())
             except ValueError as error:
                 log.info("%s has sent what is no public key: %s", peer[-6:], error)
-
-
-def _timed_unpack(data: bytes, most: int) -> tuple[Envelope | ExchangeError, float]:
-    """Return an envelope, or what is wrong with it, and the processor seconds that this took."""
-    began = time.thread_time()
-    try:
-        found: Envelope | ExchangeError = Envelope.unpack(data, most)
-    except ExchangeError as error:
-        found = error
-    return found, time.thread_time() - began

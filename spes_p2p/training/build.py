@@ -24,7 +24,7 @@ from spes_p2p.model.peft_files import AdapterFiles
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.model.start import NO_DIGEST, StartWeights
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.interface import Swarm
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.ranks import Ranks, freed_at_once
@@ -83,7 +83,7 @@ def build_trainer(
 
 
 def build_synchroniser(
-    swarm: Swarm,
+    swarm: HivemindSwarm,
     run: RunConfig,
     trainer: Trainer,
     *,

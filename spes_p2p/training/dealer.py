@@ -6,13 +6,13 @@ import math
 
 from spes_p2p.config import RunConfig
 from spes_p2p.swarm.certificate import MAX_BATCHES, shares
-from spes_p2p.swarm.interface import Swarm
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 
 RESERVE = 1.25
 """Batches that a peer asks for, per batch that it has trained: rounds vary in length."""
 
 
-def deal(swarm: Swarm, round: int) -> tuple[range, str]:
+def deal(swarm: HivemindSwarm, round: int) -> tuple[range, str]:
     """Return a peer's share of the round after this one, and the name of the order that it reads beyond its share.
 
     The share belongs to the round: a peer that is killed, or whose round fails, begins it again, because no certified

@@ -18,8 +18,8 @@ from spes_p2p.config import RunConfig
 from spes_p2p.config.controls import Intent
 from spes_p2p.errors import DataError
 from spes_p2p.optim.schedule import rate_of_step
+from spes_p2p.swarm.averaging.outcome import RoundResult
 from spes_p2p.swarm.certificate import Body
-from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training import opening

@@ -16,7 +16,7 @@ from spes_p2p.errors import AbsentError, ExchangeError
 from spes_p2p.swarm.certificate import known_peers, max_strangers, strangers
 from spes_p2p.swarm.claims import Claimant
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.interface import Swarm
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Roster
@@ -45,7 +45,7 @@ class HeldSlots:
 
     def __init__(
         self,
-        swarm: Swarm,
+        swarm: HivemindSwarm,
         run: RunConfig,
         *,
         run_id: str,
@@ -316,7 +316,7 @@ class HeldSlots:
         return found
 
     def _pull(self, versions: Mapping[VectorName, tuple[int, str]], peers: Sequence[str]) -> set[VectorName]:
-        """Fetch versions as `Swarm.pull` does; return those that came, and log the others."""
+        """Fetch versions as `HivemindSwarm.pull` does; return those that came, and log the others."""
         failures = self._swarm.pull(versions, peers, timeout=self._run.round.exchange_seconds) if versions else {}
         for reason, names in by_reason(failures).items():
             log.warning("could not fetch %s: %s", names, reason, extra={"heals": True})

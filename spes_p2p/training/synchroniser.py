@@ -13,9 +13,11 @@ from torch import Tensor
 from spes_p2p.codecs.vectors import Layout, LazyVectors, digest
 from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.optim.outer import merge_alpha
+from spes_p2p.swarm.averaging.encoding import Contribution
+from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.interface import Contribution, RoundResult, Staged, Swarm
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Member
@@ -70,7 +72,7 @@ class Synchroniser:
 
     def __init__(
         self,
-        swarm: Swarm,
+        swarm: HivemindSwarm,
         run: RunConfig,
         *,
         held: HeldSlots,

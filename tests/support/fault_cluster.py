@@ -27,7 +27,7 @@ from referee import Referee
 
 from benchmarks.testbed import TestBed
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.swarm.interface import Contribution
+from spes_p2p.swarm.averaging.encoding import Contribution
 from spes_p2p.swarm.names import SHARED
 
 

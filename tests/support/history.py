@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from plain_average import Entry, GroupMean
 from torch import Tensor
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.sim.hub import Entry, GroupMean
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.partition import GroupPlan
 from spes_p2p.swarm.certificate import Body

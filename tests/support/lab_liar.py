@@ -17,13 +17,11 @@ import lab_peer
 import misbehaving
 import torch
 from lab_peer import Life, Scribe, live, wrap
-from torch import Tensor
 
-from spes_p2p.sim.attacks import Attack, AttackingSwarm
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.swarm.averaging.encoding import DeltaEncoding
+from spes_p2p.sim.attacks import Attack, Spoiler
+from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding
+from spes_p2p.swarm.averaging.outcome import RoundResult
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.interface import Contribution, RoundResult
 
 FACTOR = 100.0
 BRINGS = ("sign_flip", "scale", "nan", "stale", "copy", "silent")
@@ -73,14 +71,14 @@ class Liar:
     def __init__(self, kind: str, lies: Event, scribe: Scribe) -> None:
         self._kind, self._lies, self._scribe = kind, lies, scribe
         self._began = False
-        self._virtual: _VirtualLiar | None = None
+        self._spoiler: Spoiler | None = None
 
     def agree(
         self, stock: Callable, swarm: HivemindSwarm, contribution: Contribution, stage: Callable, **settings: Any
     ) -> Any:
-        if self._virtual is None:
-            self._virtual = _VirtualLiar(swarm)
-        virtual = self._virtual
+        if self._spoiler is None:
+            self._spoiler = Spoiler([], {kind: parts[0].numel for kind, parts in swarm._vectors.segments.items()})
+        spoiler = self._spoiler
         if self._lies.is_set() and not self._began:
             self._begin(swarm, contribution.member.round)
         if self._began and self._kind == "silent":
@@ -90,10 +88,14 @@ class Liar:
             return swarm.certified(last.round + 1)
 
         def learns(result: RoundResult) -> Any:
-            virtual.learn(result)
+            spoiler.learn(result.means)
             return stage(result)
 
-        return stock(swarm, virtual.spoiled(contribution), learns, **settings)
+        brought, round = spoiler.spoiled(contribution), contribution.member.round
+        if spoiler.does("nan", round):
+            nan = {name: torch.full_like(flat_N, torch.nan) for name, flat_N in brought.deltas.items()}
+            brought = replace(brought, deltas=nan)
+        return stock(swarm, brought, learns, **settings)
 
     def _begin(self, swarm: HivemindSwarm, round: int) -> None:
         self._began = True
@@ -101,28 +103,5 @@ class Liar:
         if self._kind in AVERAGES:
             misbehaving.misbehave(AVERAGES[self._kind])
         else:
-            self._virtual.begin(self._kind, round)  # type: ignore[union-attr]
-
-
-class _VirtualLiar(AttackingSwarm):
-    """The virtual peer that tells the real one what to bring; it meets nobody itself."""
-
-    def __init__(self, swarm: HivemindSwarm) -> None:
-        numels = {kind: segments[0].numel for kind, segments in swarm._vectors.segments.items()}
-        super().__init__(MemoryHub("lab"), swarm.peer_id, [], numels)
-
-    def begin(self, kind: str, round: int) -> None:
-        self._attacks = [Attack.model_validate({"peer": 0, "kind": kind, "from_round": round, "factor": FACTOR})]
-
-    def spoiled(self, contribution: Contribution) -> Contribution:
-        """Return what it brings in place of what it has trained."""
-        round = contribution.member.round
-        return replace(contribution, deltas={n: self._brings(n, f, round) for n, f in contribution.deltas.items()})
-
-    def _brings(self, name: str, flat_N: Tensor, round: int) -> Tensor:
-        spoiled_N = self._spoil(name, flat_N, round)
-        return torch.full_like(spoiled_N, torch.nan) if self._does("nan", round) else spoiled_N
-
-    def learn(self, result: RoundResult) -> None:
-        """Remember means, which it may bring as its own."""
-        self._means |= {name: mean.clone() for name, mean in result.means.items()}
+            attack = {"peer": 0, "kind": self._kind, "from_round": round, "factor": FACTOR}
+            self._spoiler.attacks = [Attack.model_validate(attack)]  # type: ignore[union-attr]

@@ -27,12 +27,12 @@ from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.config import PeerConfig
 from spes_p2p.peer import life as peer
 from spes_p2p.swarm.averaging.group import Group
+from spes_p2p.swarm.averaging.outcome import RoundResult
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.store import VersionStore, write_whole
 from spes_p2p.swarm.exchange.versions import is_document
 from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import checkpoint
 from spes_p2p.training.trainer import Trainer

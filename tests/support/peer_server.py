@@ -23,10 +23,10 @@ from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averaging import Averaged
-from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.averaging.encoding import Contribution, Vectors
+from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
 from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent, reset_inherited_futures
-from spes_p2p.swarm.interface import Contribution, RoundResult, Staged
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Claim

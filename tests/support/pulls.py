@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from spes_p2p.codecs.vectors import BLOCK_BYTES, HASH_BYTES, block_hashes
 from spes_p2p.swarm.exchange.blocks import ALL, LIST, encode_have
 from spes_p2p.swarm.exchange.protocol import DATA, GET, GET_BYTES, HAVE, WANT, parse_get
-from spes_p2p.swarm.interface import Swarm
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel
 
 
-def offered(puller: Swarm, names: Sequence[str], peers: Sequence[str]) -> dict[VectorName, tuple[int, str]]:
+def offered(puller: HivemindSwarm, names: Sequence[str], peers: Sequence[str]) -> dict[VectorName, tuple[int, str]]:
     """Return round and digest of the newest version of each name that one of these peers lists."""
     states: dict[VectorName, tuple[int, str]] = {}
     for versions in puller.inventory(peers).values():
@@ -23,7 +23,7 @@ def offered(puller: Swarm, names: Sequence[str], peers: Sequence[str]) -> dict[V
 
 
 def pull_offered(
-    puller: Swarm, names: Sequence[str], peers: Sequence[str], timeout: float = 60.0
+    puller: HivemindSwarm, names: Sequence[str], peers: Sequence[str], timeout: float = 60.0
 ) -> Mapping[VectorName, str]:
     """Have a peer pull the newest versions that these peers list; return the reasons for failures."""
     return puller.pull(offered(puller, names, peers), peers, timeout=timeout)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch.distributed.fsdp", "transformers", "spes_p2p.training.build", "spes_p2p.sim.swarm", "pytest"]
+PRELOADED = ["torch.distributed.fsdp", "transformers", "spes_p2p.training.build", "spes_p2p.sim.peer", "pytest"]
 
 
 def run_ranks(main: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> None:

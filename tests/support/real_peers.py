@@ -13,7 +13,8 @@ import psutil
 import torch
 from peer_server import NO_START, NUMELS, RUN_ID, Setting, serve, with_arrays, with_tensors
 
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.averaging.encoding import Contribution
+from spes_p2p.swarm.averaging.outcome import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
 from spes_p2p.swarm.roster import Member

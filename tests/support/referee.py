@@ -7,15 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from peer_server import Outcome
+from plain_average import Attempt, Entry, average_entries
 from torch import Tensor
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.sim.hub import Entry, average_entries
-from spes_p2p.swarm.averaging.encoding import DeltaEncoding
-from spes_p2p.swarm.averaging.outcome import Attempt
+from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding
 from spes_p2p.swarm.averaging.partition import weighted_mean
-from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Member
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from fault_cluster import proposes_soon
 from peer_server import ROUNDS
-from real_peers import NUMELS, RUN_ID, PeerProcess, average, close_all, contribution, identities, start_swarm
+from real_peers import NUMELS, PeerProcess, average, close_all, contribution, identities, start_swarm
+from virtual import World, tiny_run
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.averaging.partition import weighted_mean
 
@@ -57,11 +56,12 @@ def honest_mean(items):
 
 
 def test_whoever_sends_a_hundred_times_too_much_is_out_within_two_rounds(five, seed):
-    hub = MemoryHub(RUN_ID, matchmaking_seconds=1.0, min_peers=PATIENT.min_peers)
-    hub.bodies.append(five[0].call("last"))
-    virtual = [MemorySwarm(hub, peer.peer_id) for peer in five]
+    world = World(start=five[0].call("last"))
+    virtual = [world.swarm(peer.peer_id) for peer in five]
+    run = tiny_run(round=PATIENT)
     for swarm in virtual:
-        swarm.enter(Vectors(segments={kind: (Segment(numel, "fp32"),) for kind, numel in NUMELS.items()}))
+        segments = {kind: (Segment(numel, "fp32"),) for kind, numel in NUMELS.items()}
+        world.enter(swarm, run, Vectors(NUMELS, segments))
     for round in (1, 2, 3):
         items = contributions(five, seed)
         items[-1].deltas["shared"].mul_(FACTOR)
@@ -70,11 +70,12 @@ def test_whoever_sends_a_hundred_times_too_much_is_out_within_two_rounds(five, s
 
         def run(place, items=items, simulated=simulated):
             item = items[place]
+            ids = [peer.peer_id for peer in five]
             simulated[place] = peer_server.average(
-                virtual[place], item.member, item.deltas, expected=range(5), closes_from=0.0
+                virtual[place], item.member, item.deltas, expected=ids, closes_from=0.0
             )
 
-        hub.clock.run([partial(run, place) for place in range(5)])
+        world.run([partial(run, place) for place in range(5)])
         mean, true = real[0].committed["shared"], honest_mean(items)
         for result, twin in zip(real, simulated, strict=True):
             assert {n: digest(m) for n, m in result.committed.items()} == {

@@ -1,4 +1,4 @@
-"""The seam: hivemind's swarm and the in-memory one commit the same bits, and both are the plain weighted mean."""
+"""The seam: peers over p2pd and virtual ones commit the same bits, and both are the plain weighted mean."""
 
 from functools import partial
 from multiprocessing import connection
@@ -7,12 +7,11 @@ import peer_server
 import pytest
 import torch
 from peer_server import ROUNDS
-from real_peers import NUMELS, RUN_ID, average, begin_average, close_all, contribution, plain_mean, start_swarm
+from real_peers import NUMELS, average, begin_average, close_all, contribution, plain_mean, start_swarm
+from virtual import World, peer_id, tiny_run
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.encoding import Vectors
 
 pytestmark = pytest.mark.timeout(480)
@@ -28,21 +27,21 @@ def four(party, rogue):
     return [*party, rogue]  # which behaves unless told otherwise
 
 
-def memory_swarms(peers, codec="fp32"):
-    """The same peers, by identity, in one hub that goes on from the certificate that the real ones have come to."""
-    last = peers[0].call("last")
-    hub = MemoryHub(RUN_ID, matchmaking_seconds=1.0, min_peers=ROUNDS.min_peers)
-    hub.bodies += [last] * (last.round + 1)
-    swarms = [MemorySwarm(hub, peer.identity.peer_id) for peer in peers]
+def virtual_swarms(peers, codec="fp32"):
+    """The same peers, by their ids, in a world that goes on from the certificate that the real ones have come to."""
+    world = World(start=peers[0].call("last"))
+    swarms = [world.swarm(peer.identity.peer_id) for peer in peers]
+    run = tiny_run(round=ROUNDS.model_copy(update={"matchmaking_seconds": 1.0}))
     for swarm in swarms:
-        swarm.enter(Vectors(segments={kind: (Segment(numel, codec),) for kind, numel in NUMELS.items()}))
-    return hub, swarms
+        segments = {kind: (Segment(numel, codec),) for kind, numel in NUMELS.items()}
+        world.enter(swarm, run, Vectors(NUMELS, segments))
+    return world, swarms
 
 
-def meet(hub, swarms, contributions, *, expected, late=()):
+def meet(world, swarms, contributions, *, expected, late=()):
     """Let the swarms make a round, those at the places `late` after the others have tried."""
     results = [None] * len(swarms)
-    ids = [swarm.peer_id for swarm in swarms] + [f"absent {number}" for number in range(expected - len(swarms))]
+    ids = [swarm.peer_id for swarm in swarms] + [peer_id(number) for number in range(expected - len(swarms))]
 
     def run(i):
         item = contributions[i]
@@ -50,12 +49,12 @@ def meet(hub, swarms, contributions, *, expected, late=()):
             swarms[i].wait(LATE_SECONDS)
         results[i] = peer_server.average(swarms[i], item.member, item.deltas, expected=ids, closes_from=0.0)
 
-    hub.clock.run([partial(run, i) for i in range(len(swarms))])
+    world.run([partial(run, i) for i in range(len(swarms))])
     return results
 
 
-def average_in_memory(peers, contributions, *, expected):
-    return meet(*memory_swarms(peers), contributions, expected=expected)
+def average_virtually(peers, contributions, *, expected):
+    return meet(*virtual_swarms(peers), contributions, expected=expected)
 
 
 def seen(result):
@@ -73,7 +72,7 @@ def test_both_swarms_commit_the_same_bits_and_they_are_the_weighted_mean(four, s
         contribution(peer.peer_id, generator, slots=held, tokens=count, replicates=kept)
         for peer, held, count, kept in zip(four, slots, tokens, keeps, strict=True)
     ]
-    virtual = average_in_memory(four, items, expected=4)
+    virtual = average_virtually(four, items, expected=4)
     real = average(four, items, expected=4)
     assert [seen(result) for result in real] == [seen(result) for result in virtual]
     for item, result in zip(items, real, strict=True):
@@ -92,7 +91,7 @@ def test_a_member_of_another_branch_is_told_so_and_does_not_count(four, seed):
     items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four[:3]]
     branch = {"round": four[3].call("last").round, "previous": "6" * 64}
     astray = contribution(four[3].peer_id, generator, slots=(0,), tokens=10**6, **branch)
-    virtual = average_in_memory(four, [*items, astray], expected=4)
+    virtual = average_virtually(four, [*items, astray], expected=4)
     real = average(four, [*items, astray], expected=4)
     # Where the member is the proposer, the others redo the round without it: the rosters differ, the results do not.
     assert [seen(result)[1:] for result in real] == [seen(result)[1:] for result in virtual]
@@ -107,7 +106,7 @@ def test_a_slot_that_starts_from_another_version_does_not_count_where_others_hav
     generator = torch.Generator().manual_seed(seed)
     items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four[:3]]
     astray = contribution(four[3].peer_id, generator, slots=(0, 1), starts={"slot-0": OTHER, "slot-1": OTHER})
-    virtual = average_in_memory(four, [*items, astray], expected=4)
+    virtual = average_virtually(four, [*items, astray], expected=4)
     real = average(four, [*items, astray], expected=4)
     assert [seen(result) for result in real] == [seen(result) for result in virtual]
     assert set(real[3].committed) == {"shared", "slot-1"}, "of slot 1 there is no other version"
@@ -118,7 +117,7 @@ def test_a_slot_that_starts_from_another_version_does_not_count_where_others_hav
 def test_what_no_member_has_trained_is_dropped_by_both(four, seed):
     generator = torch.Generator().manual_seed(seed)
     items = [contribution(peer.peer_id, generator, slots=(0,), tokens=0) for peer in four]
-    virtual = average_in_memory(four, items, expected=4)
+    virtual = average_virtually(four, items, expected=4)
     for result in average(four, items, expected=4, meeting_seconds=1.0) + virtual:
         assert not result.committed and not result.is_behind and set(result.dropped) == {"shared", "slot-0"}
         assert all("no member trained" in reason for reason in result.dropped.values())
@@ -128,8 +127,8 @@ def test_what_no_member_has_trained_is_dropped_by_both(four, seed):
 def test_more_than_half_of_the_voters_commit_a_round(four, seed, expected):
     generator = torch.Generator().manual_seed(seed)
     items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four[:3]]
-    hub, swarms = memory_swarms(four)
-    virtual = meet(hub, swarms[:3], items, expected=expected)
+    world, swarms = virtual_swarms(four)
+    virtual = meet(world, swarms[:3], items, expected=expected)
     real = average(four[:3], items, expected=expected, meeting_seconds=1.0)
     assert all(peer.call("notes")[0].roster for peer in four[:3]), "they met in the first attempt"
     assert [seen(result) for result in real] == [seen(result) for result in virtual]
@@ -140,7 +139,7 @@ def test_more_than_half_of_the_voters_commit_a_round(four, seed, expected):
 def test_half_of_the_voters_commit_nothing_until_the_others_come(four, seed):
     generator = torch.Generator().manual_seed(seed)
     items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four]
-    virtual = meet(*memory_swarms(four), items, expected=4, late=(2, 3))
+    virtual = meet(*virtual_swarms(four), items, expected=4, late=(2, 3))
     begin_average(four[:2], items[:2], expected=4, meeting_seconds=1.0)
     assert not connection.wait([peer.pipe for peer in four[:2]], LATE_SECONDS), "two of four have ended the round"
     begin_average(four[2:], items[2:], expected=4, meeting_seconds=1.0)
@@ -150,7 +149,7 @@ def test_half_of_the_voters_commit_nothing_until_the_others_come(four, seed):
 
 
 def test_a_refused_version_gives_way_to_the_one_before_it(four):
-    _, (virtual,) = memory_swarms(four[:1])
+    _, (virtual,) = virtual_swarms(four[:1])
     bundles = [torch.full((NUMELS["slot"],), float(round)) for round in range(3)]
     for call in (four[0].call, lambda method, *args, **named: getattr(virtual, method)(*args, **named)):
         for round in (1, 2):
@@ -169,14 +168,14 @@ def test_with_few_bits_both_swarms_commit_the_same_bits_round_after_round(tmp_pa
     generator = torch.Generator().manual_seed(seed)
     peers = start_swarm(tmp_path, 3, codec)
     try:
-        hub, swarms = memory_swarms(peers, codec)
+        world, swarms = virtual_swarms(peers, codec)
         for uplinks in [(None, None, None), (100.0, 10.0, None), (None, None, None)]:
             items = [
                 contribution(peer.peer_id, generator, slots=(0, 2), tokens=10 + i, uplink_mbit=uplink)
                 for i, (peer, uplink) in enumerate(zip(peers, uplinks, strict=True))
             ]
             real = average(peers, items, expected=3)
-            virtual = meet(hub, swarms, items, expected=3)
+            virtual = meet(world, swarms, items, expected=3)
             assert [seen(result) for result in real] == [seen(result) for result in virtual]
             assert set(real[0].committed) == {"shared", "slot-0", "slot-2"}
             mean = plain_mean(items, "shared")

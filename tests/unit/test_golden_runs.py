@@ -181,22 +181,23 @@ class Interrupted(Exception):
 
 
 def lone_peer(
-    run: Any, *, shard: str = "ddp", kept: Kept | None = None, before: Any = None, until: int = 99
-) -> tuple[dict[str, Any], Any]:
-    """Run all ranks' share of one peer; return what is to be compared, of the leader, and its swarm.
+    run: Any, folder: Path, *, shard: str = "ddp", kept: Kept | None = None, until: int = 99
+) -> dict[str, Any]:
+    """Run all ranks' share of one peer; return what is to be compared, of the leader.
 
     Args:
         run: The run's settings.
+        folder: The peer's; one that was interrupted there goes on from `kept`.
         shard: How ranks share the work.
         kept: Where the peer is saved.
-        before: The swarm of the peer that was interrupted, to go on from `kept`; None begins the run.
         until: The round after which it is interrupted.
     """
     from virtual import VOCAB, RandomTokens, peer_id
 
     from spes_p2p.config import MachineConfig
-    from spes_p2p.sim.hub import MemoryHub
-    from spes_p2p.sim.swarm import MemorySwarm
+    from spes_p2p.sim.network import VirtualNetwork
+    from spes_p2p.sim.peer import VirtualSwarm
+    from spes_p2p.swarm.certificate import genesis
     from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
     from spes_p2p.training.checkpoint import Saved
     from spes_p2p.training.ranks import Ranks
@@ -212,15 +213,15 @@ def lone_peer(
         ranks.obey(trainer)
         trainer.close()
         ranks.close()
-        return {}, None
+        return {}
     reports, saved = [], None
-    swarm = MemorySwarm(MemoryHub("run") if before is None else before._hub, peer_id(0))
+    network = VirtualNetwork()
+    swarm = VirtualSwarm(network.node(peer_id(0), "run"), folder)
     sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3, machine=machine)
-    swarm.enter(sync.anchors.vectors())
+    start, is_new = genesis("run", peer_id(0), "0" * 64, run.num_slots), not swarm.versions()
+    swarm.enter(run.round, sync.anchors.vectors(), start, max_slots=3, is_new=is_new)
     initial = lambda: build_initial(run, VOCAB, sync.anchors, trainer.layouts)  # noqa: E731
-    if before is not None:
-        swarm._keep(before._before)
-        swarm._keep(before._mine)
+    if not is_new:
         sync.held.resume(kept.state.slots)
         initial, saved = None, Saved(kept.state, kept.tensors)
 
@@ -238,12 +239,13 @@ def lone_peer(
         moments = trainer.state_tensors()
     trainer.close()
     ranks.close()
+    network.close()
     return {
         "digests": {name: version.digest for name, version in swarm.versions().items()},
         "reports": without_seconds([reports]),
         "weights": {name: bits(tensor) for name, tensor in weights.items()},
         "moments": {name: bits(tensor) for name, tensor in moments.items()},
-    }, swarm
+    }
 
 
 # ---------------------------------------------------------------------- runs
@@ -253,9 +255,9 @@ def resumed(folder: Path) -> dict[str, Any]:
     """A peer that was interrupted after its second round goes on from its checkpoint."""
     run = settings({"codecs": FEW_BITS, "outer": {"optimizer": "nesterov"}, "round": {"total": 4}})
     kept = Kept()
-    until, swarm = lone_peer(run, kept=kept, until=2)
+    until = lone_peer(run, folder, kept=kept, until=2)
     saved = kept.on_disk()
-    since, _ = lone_peer(run, kept=kept, before=swarm)
+    since = lone_peer(run, folder, kept=kept)
     return {**since, "before": until, "saved": saved.decode(), "saved_last": kept.on_disk().decode()}
 
 
@@ -275,7 +277,7 @@ def sharded(folder: Path) -> dict[str, Any]:
 
 def rank_main(rank: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    measured, _ = lone_peer(settings({"round": {"total": 2}}), shard="fsdp")
+    measured = lone_peer(settings({"round": {"total": 2}}), folder, shard="fsdp")
     if measured:
         (folder / "leader.json").write_text(json.dumps(measured))
 
@@ -398,11 +400,13 @@ def main() -> None:
 def warm_up() -> None:
     """Import what the first peer would import; a process that had gone through a backward pass could not fork."""
     import torch.distributed.fsdp  # noqa: F401
-    from virtual import MemoryHub, MemorySwarm, VirtualPeer, peer_id, tiny_run
+    from virtual import make_peer, tiny_run
 
     import spes_p2p.sim.simulator  # noqa: F401
 
-    VirtualPeer(tiny_run(), MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2).initial()
+    peer = make_peer(tiny_run(), 2)
+    peer.initial()
+    peer.world.close()
     if installed("bitsandbytes"):
         list(four_bits())
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peer_processes import TINY, write_corpus
 
+from spes_p2p.codecs.vectors import HASH_BYTES
 from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import ModelSize, model_size
@@ -62,8 +63,10 @@ def test_a_round_moves_what_simulated_peers_move(
     traffic = round_traffic(model_size(run.model, vocab_size), slots, peers, Setup.of(run, MachineConfig(), None))
     for direction in ("bytes_in", "bytes_out"):
         in_one_round = mean(getattr(own[2], direction) - getattr(own[1], direction) for own in reports)
-        # A byte of rounding to each group and peer; codecs fill up the last block of a vector, and there are few here.
-        assert in_one_round == pytest.approx(traffic.total, abs=4 * 5, rel=0.03 if codecs else 0)
+        # A byte of rounding to each group and peer, and the hashes of the blocks of what is fetched; codecs fill up the
+        # last block of a vector, and there are few here; a report may come before others have fetched from its peer.
+        least = 4 * 5 + HASH_BYTES * (4 - slots)
+        assert in_one_round == pytest.approx(traffic.total, abs=least, rel=0.03 if codecs else 0.01)
 
 
 @given(

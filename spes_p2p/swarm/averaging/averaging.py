@@ -86,11 +86,15 @@ class Averaging:
         encoding: Formats of the vectors.
         rounds: The run's round settings.
         uplink_mbit: Upload rate of this peer, in 10^6 bits per second; None for no limit.
+
+    Attributes:
+        group: Makes this peer's part in each group.
     """
 
     def __init__(
         self, network: Network, encoding: DeltaEncoding, rounds: RoundConfig, uplink_mbit: float | None = None
     ) -> None:
+        self.group: Callable[..., Group] = Group
         self._network = network
         self._service = f"{network.run_id}::{PROTOCOL}.average"
         self._encoding = encoding
@@ -126,7 +130,7 @@ class Averaging:
         meeting = meeting_of(roster, attempt)
         plans = await self._work(self._plans, roster, attempt)
         groups = {
-            name: Group(
+            name: self.group(
                 plan,
                 me,
                 encoded.get(name),

@@ -15,7 +15,6 @@ from spes_p2p.codecs.format import ErrorFeedback, Format, Segment
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import from_bytes
-from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import SHARED, AnyName, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS
 from spes_p2p.swarm.roster import Member
@@ -24,6 +23,20 @@ log = logging.getLogger(__name__)
 
 KEPT_SLOT = "kept-slot"
 """Kind of the kept forms."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer brings to a round.
+
+    Attributes:
+        member: Its roster entry.
+        deltas: Flat fp32 vectors of `shared` and of each of the member's slots: the delta, followed by the optimizer
+            moments if the run averages them.
+    """
+
+    member: Member
+    deltas: Mapping[VectorName, Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,7 @@ class Vectors:
 
 
 class DeltaEncoding:
-    """Encodes one peer's contributions and decodes the swarm's means; the same for every kind of swarm.
+    """Encodes one peer's contributions and decodes the swarm's means.
 
     The residual of a committed delta is added to the next delta of the same group (`ErrorFeedback`).
 

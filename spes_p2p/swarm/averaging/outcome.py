@@ -1,4 +1,4 @@
-"""From one attempt at a round to what training may commit: the same rules for every kind of swarm."""
+"""From one attempt at a round to what training may commit."""
 
 from __future__ import annotations
 
@@ -8,72 +8,60 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.audit import Evidence
-from spes_p2p.swarm.averaging.encoding import DeltaEncoding
-from spes_p2p.swarm.certificate import Body
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.averaging.averaging import Averaged
+from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.roster import Member, Roster
+from spes_p2p.swarm.roster import Roster
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """Outcome of one attempt to meet and average.
+class RoundResult:
+    """What one attempt to average has brought a member; the round's certificate decides what of it counts.
 
     Attributes:
-        roster: The members that met; empty if the matchmaking failed.
-        refused: Why others that met are not on the roster, by peer.
-        status: Reason of failure by group that this peer was in; "" for success.
-        averaged: Encoded mean by group, for the successes; valid until the next attempt.
-        residuals: Rounding error of the means in this reducer's slices, by group: first element of the delta, and fp32
-            values.
-        lost: Members that failed in the `shared` group, as far as this peer knows.
-        evidence: This peer's evidence against members.
-        clipped: Parts that this peer has clipped as a reducer, over all its groups, by sender.
-        failure: Why there is no roster.
-        matchmaking_seconds: Until the roster stood.
-        averaging_seconds: From there on.
+        roster: Entries of all members, the same on each of them; none if no others were met.
+        means: Averaged flat vectors; bit-identical on all members of a group.
+        dropped: Reasons for this peer's groups that return to their anchor.
+        num_clipped: Parts of others' vectors that this peer has clipped.
+        matchmaking_seconds: Time until the roster was complete.
+        averaging_seconds: Time from there to the last mean.
     """
 
     roster: Roster = field(default_factory=Roster)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    status: Mapping[VectorName, str] = field(default_factory=dict)
-    averaged: Mapping[VectorName, Tensor] = field(default_factory=dict)
-    residuals: Mapping[VectorName, tuple[int, Tensor]] = field(default_factory=dict)
-    lost: frozenset[str] = frozenset()
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)
-    clipped: Mapping[str, int] = field(default_factory=dict)
-    failure: str = ""
+    means: Mapping[VectorName, Tensor] = field(default_factory=dict)
+    dropped: Mapping[VectorName, str] = field(default_factory=dict)
+    num_clipped: int = 0
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
 
 
-def means_of(attempt: Attempt, contribution: Contribution, encoding: DeltaEncoding) -> RoundResult:
+Staged = tuple[Mapping[VectorName, str], float]
+"""Digests of the versions that would follow from a result, and of their kept forms, empty if it brought none of
+`shared`; and the DHT time at which the next round's training should end."""
+
+
+def result_of(
+    roster: Roster,
+    averaged: Averaged,
+    contribution: Contribution,
+    encoding: DeltaEncoding,
+    matchmaking_seconds: float,
+) -> RoundResult:
     """Return the means of an attempt that this peer could commit, and why the others are dropped.
 
     - A mean must be finite: a reducer may lie, and finite deltas may overflow in their sum.
     - `shared` must be averaged: a slot trained against a router that is rolled back would no longer fit it.
-
-    Which of them count is decided by the round's certificate.
     """
-    roster, me = attempt.roster, contribution.member.peer_id
-    if not roster:
-        reason = attempt.failure or "all entries of the peers that met were refused"
-        return RoundResult(
-            roster=Roster(),
-            dropped=dict.fromkeys(contribution.deltas, reason),
-            matchmaking_seconds=attempt.matchmaking_seconds,
-        )
     means: dict[VectorName, Tensor] = {}
-    dropped = {name: reason for name, reason in attempt.status.items() if reason and name in contribution.deltas}
-    for name, data in attempt.averaged.items():
+    dropped = {name: reason for name, reason in averaged.failures.items() if name in contribution.deltas}
+    for name, data in averaged.means.items():
         try:
             means[name] = encoding.decode(name, roster.round + 1, data)
         except ExchangeError as error:
             dropped[name] = f"the mean cannot be used: {error}"
     for name in contribution.deltas:
         if name not in means:
-            dropped.setdefault(name, attempt.refused.get(me, "this peer does not start from the last certificate"))
+            dropped.setdefault(name, "this peer does not start from the last certificate")
     if SHARED not in means:  # guard: shared-committed
         dropped |= dict.fromkeys(means, "shared was dropped")
         means = {}
@@ -81,16 +69,10 @@ def means_of(attempt: Attempt, contribution: Contribution, encoding: DeltaEncodi
         roster=roster,
         means=means,
         dropped=dropped,
-        num_clipped=sum(attempt.clipped.values()),
-        matchmaking_seconds=attempt.matchmaking_seconds,
-        averaging_seconds=attempt.averaging_seconds,
+        num_clipped=sum(averaged.clipped.values()),
+        matchmaking_seconds=matchmaking_seconds,
+        averaging_seconds=averaged.seconds,
     )
-
-
-def alone(member: Member, last: Body, encoded: Mapping[VectorName, Tensor]) -> Attempt:
-    """Return the attempt of a peer that has no others to meet: what it would send is the mean."""
-    status = dict.fromkeys(encoded, "" if member.tokens else "no member trained")
-    return Attempt(Roster([member], last), status=status, averaged=encoded if member.tokens else {})
 
 
 def averaged_bytes(result: RoundResult, me: str, encoding: DeltaEncoding) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def capped_tokens(tokens: Sequence[float]) -> list[float]:
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float], total: float | None = None) -> Tensor:
     """Return sum(w_i x_i) / sum(w_i), added up in the order given.
 
-    The swarm's only definition of a mean: both implementations of `Swarm` use it, so that their digests agree.
+    The swarm's only definition of a mean.
 
     Args:
         parts: Tensors of one shape, fp32.

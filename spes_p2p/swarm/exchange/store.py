@@ -275,7 +275,7 @@ def versions_in(directory: Path) -> dict[str, list[Version]]:
     Of two versions of one name and round, which a killed process may have left, the file written last counts.
     """
     found: dict[str, list[tuple[int, int, Version]]] = {}
-    for path in directory.glob("*.bin"):
+    for path in sorted(directory.glob("*.bin")):
         with contextlib.suppress(ValueError, OSError):  # not one of the store's, or empty after a power cut
             name, round, digest, _ = path.name.split(".")
             stat = path.stat()

@@ -451,6 +451,10 @@ class Node:
         """Return the DHT time, in seconds since the epoch."""
         return get_dht_time()
 
+    def processor_seconds(self) -> float:
+        """Return the processor time of the calling thread."""
+        return time.thread_time()
+
     async def open(self, peer: str, service: str, seconds: float) -> Channel:
         """Open a stream to a peer's service; see `Network`."""
         return await open_stream(self.p2p, peer, service, seconds)

@@ -15,7 +15,7 @@ from checkpoints import CONFIGS, EXPERTS, MIXTURES, ROWS, SEQUENCE, VOCAB, Batch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from virtual import peer_id
+from virtual import World
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
@@ -24,8 +24,6 @@ from spes_p2p.model.build import build_slot_model, outline
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.start import StartWeights, model_of
 from spes_p2p.planner.size import model_size
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors
@@ -172,14 +170,14 @@ def test_a_peer_without_the_checkpoint_takes_the_kept_forms_that_the_manifest_na
     bundles, start = StartBundles(run, VOCAB, source), run.model.start
     slots = [VectorName.of_slot(slot) for slot in range(EXPERTS)]
     assert start.kept == [digest(bundles.anchors.form.encode(bundles[name])) for name in slots]
-    hub = MemoryHub("run", num_slots=EXPERTS)
+    world = World(EXPERTS)
     numels = {kind: len(bundles[name]) for kind, name in ((SHARED, SHARED), ("slot", slots[0]))}
-    swarms = [MemorySwarm(hub, peer_id(index)) for index in range(2)]
+    swarms = [world.swarm(index) for index in range(2)]
     founder, newcomer = (
         HeldSlots(swarm, run, run_id="run", anchors=Anchors(run, numels), max_slots=1) for swarm in swarms
     )
     for swarm in swarms:
-        swarm.enter(bundles.anchors.vectors())
+        world.enter(swarm, run, bundles.anchors.vectors())
     for name in bundles:
         founder.publish_initial(name, bundles[name])
     founder.announce("active")

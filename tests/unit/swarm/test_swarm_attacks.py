@@ -4,21 +4,21 @@ from functools import partial
 
 import pytest
 import torch
-from virtual import peer_id
+from virtual import World, peer_id, tiny_run
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.sim.attacks import Attack, AttackingSwarm
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.config import RoundConfig
+from spes_p2p.sim.attacks import Attack, AttackingSwarm, Spoiler
+from spes_p2p.swarm.averaging.encoding import Contribution, Vectors
+from spes_p2p.swarm.averaging.outcome import RoundResult
 from spes_p2p.swarm.averaging.partition import weighted_mean
-from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.roster import NEWCOMER_WEIGHT, PROBATION_ROUNDS, Member
 
 pytestmark = pytest.mark.timeout(120)
 
 NUMEL, PEERS, ATTACKER = 120_000, 6, 3
+RUN = tiny_run(round=RoundConfig(min_peers=PEERS, matchmaking_seconds=1.0))
 SEGMENTS = {"shared": (Segment(NUMEL, "fp32"), Segment(NUMEL, "fp32"), Segment(NUMEL, "fp32", non_negative=True))}
 
 
@@ -26,17 +26,12 @@ class Laboratory:
     """Six peers that bring what training would, one of which attacks; each round is certified."""
 
     def __init__(self, kind, seed, factor=50.0):
-        self.hub = MemoryHub("run", matchmaking_seconds=1.0, min_peers=PEERS, num_slots=1)
-        self.seed = seed
-        attack = Attack(peer=ATTACKER, kind=kind, factor=factor, from_round=1)
-        self.swarms = [
-            AttackingSwarm(self.hub, peer_id(i), [attack], {"shared": NUMEL})
-            if i == ATTACKER
-            else MemorySwarm(self.hub, peer_id(i))
-            for i in range(PEERS)
-        ]
+        self.world, self.seed = World(1), seed
+        spoiler = Spoiler([Attack(peer=ATTACKER, kind=kind, factor=factor, from_round=1)], {"shared": NUMEL})
+        attacks = {ATTACKER: (AttackingSwarm, spoiler)}
+        self.swarms = [self.world.swarm(i, *attacks.get(i, ())) for i in range(PEERS)]
         for swarm in self.swarms:
-            swarm.enter(Vectors(segments=SEGMENTS))
+            self.world.enter(swarm, RUN, Vectors(segments=SEGMENTS, num_slots=1))
 
     def average(self, round):
         """Return each peer's result, and the mean of what the honest have brought."""
@@ -56,7 +51,7 @@ class Laboratory:
                 **{
                     "peer_id": swarm.peer_id,
                     "round": round,
-                    "previous": self.hub.bodies[-1].digest,
+                    "previous": self.world.bodies[-1].digest,
                     "tokens": 100,
                     "slots": (),
                 },
@@ -72,10 +67,13 @@ class Laboratory:
                 return {name: digest(mean) for name, mean in result.means.items()}, 0.0
 
             peers = [each.peer_id for each in self.swarms]
-            assert swarm.agree(items[place], stage, expected=peers, closes_from=0.0) is not None
+            results[place] = RoundResult()
+            swarm.agree(items[place], stage, expected=peers, closes_from=0.0)
+            while swarm.last().round == round:  # it has taken part in no meeting
+                swarm.wait(1.0)
             swarm.settle(results[place], results[place].means)
 
-        self.hub.clock.run([partial(run, place) for place in range(count)])
+        self.world.run([partial(run, place) for place in range(count)])
         return results, sorted(items, key=lambda item: item.member.peer_id)
 
 
@@ -94,11 +92,12 @@ def test_an_attacker_is_in_no_group_two_rounds_later_and_has_spoiled_little_unti
     results, true = lab.average(3)
     assert results[0].roster.behind == (lab.swarms[ATTACKER].peer_id,)
     assert distance(results, true) == 0 and not results[ATTACKER].means
-    assert not any(peer != lab.swarms[ATTACKER].peer_id for swarm in lab.swarms for _, peer in swarm.accused)
+    assert not any(peer != lab.swarms[ATTACKER].peer_id for swarm in lab.swarms for _, peer in swarm.bans.accused)
 
 
 def test_moments_that_are_too_large_are_pulled_in_and_the_delta_is_not(seed):
     lab = Laboratory("moments", seed, factor=1e6)
+    lab.average(0)
     results, true = lab.average(1)
     assert distance(results, true, slice(0, NUMEL)) < 0.2
     assert distance(results, true, slice(NUMEL, 2 * NUMEL)) < 1.0
@@ -106,7 +105,9 @@ def test_moments_that_are_too_large_are_pulled_in_and_the_delta_is_not(seed):
 
 
 def test_tokens_that_no_peer_trained_weigh_a_few_times_the_median(seed):
-    results, true = Laboratory("inflate", seed, factor=1e6).average(1)
+    lab = Laboratory("inflate", seed, factor=1e6)
+    lab.average(0)
+    results, true = lab.average(1)
     assert distance(results, true) < 0.5, "the mean of five and of four times the sixth"
 
 
@@ -120,10 +121,12 @@ def test_old_deltas_pass_for_new_ones_and_do_as_little_harm(seed, kind):
 def test_a_newcomer_weighs_less_until_it_has_confirmed_some_certificates(seed):
     lab = Laboratory("silent", seed)
     new = lab.swarms.pop(ATTACKER)
-    newcomer = MemorySwarm(lab.hub, new.peer_id)
-    newcomer.enter(Vectors(segments=SEGMENTS))
+    new.network.close()
+    newcomer = lab.world.swarm(ATTACKER)
+    lab.world.enter(newcomer, RUN, Vectors(segments=SEGMENTS, num_slots=1))
     for round in range(PROBATION_ROUNDS):
         lab.average(round)
+    newcomer.catch_up()
     lab.swarms.insert(ATTACKER, newcomer)
     for round in range(PROBATION_ROUNDS, 2 * PROBATION_ROUNDS + 1):
         results, items = lab.meet(round)
@@ -137,6 +140,7 @@ def test_a_newcomer_weighs_less_until_it_has_confirmed_some_certificates(seed):
 
 def test_the_silent_are_missed_for_as_long_as_a_meeting_waits(seed):
     lab = Laboratory("silent", seed)
+    lab.average(0)
     results, true = lab.average(1)
     assert distance(results, true) == 0 and not results[ATTACKER].means
-    assert results[0].matchmaking_seconds == pytest.approx(1.0)
+    assert results[0].matchmaking_seconds == pytest.approx(1.0, abs=0.2)

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from plain_average import Entry, average_entries
 from torch import Tensor
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.config import RoundConfig
-from spes_p2p.sim.hub import Entry, average_entries
 from spes_p2p.sim.network import VirtualNetwork, VirtualNode
 from spes_p2p.swarm.averaging import group
 from spes_p2p.swarm.averaging.averaging import Averaged, Averaging, Greeting, meeting_of
-from spes_p2p.swarm.averaging.encoding import DeltaEncoding
+from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding
 from spes_p2p.swarm.averaging.group import LOST, MEAN, PART
-from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.channel import TEXT, Channel
 from spes_p2p.swarm.roster import Member, Roster

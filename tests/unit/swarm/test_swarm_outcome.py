@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.codecs.format import Segment
-from spes_p2p.swarm.averaging.encoding import DeltaEncoding
-from spes_p2p.swarm.averaging.outcome import Attempt, alone, means_of
-from spes_p2p.swarm.interface import Contribution
+from spes_p2p.swarm.averaging.averaging import Averaged
+from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding
+from spes_p2p.swarm.averaging.outcome import result_of
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.roster import Member, Roster
 from tests.support.agreement import last_body
@@ -68,19 +68,18 @@ def attempts(draw):
     mine = [name for name, peers in roster.groups.items() if me.peer_id in peers]
     outcomes = {name: draw(st.sampled_from(["whole", "lost", "nan"])) for name in mine}
     means = {"whole": encoded(1.0, 1.0, 1.0), "nan": encoded(1.0, float("nan"), 1.0)}
-    attempt = Attempt(
-        roster,
-        status={name: "lost a member" if outcome == "lost" else "" for name, outcome in outcomes.items()},
-        averaged={name: means[outcome] for name, outcome in outcomes.items() if outcome != "lost"},
+    averaged = Averaged(
+        means={name: means[outcome] for name, outcome in outcomes.items() if outcome != "lost"},
+        failures={name: "lost a member" for name, outcome in outcomes.items() if outcome == "lost"},
     )
     names = ["shared", *map(VectorName.of_slot, me.slots)]
-    return attempt, Contribution(me, {name: torch.zeros(3) for name in names}), outcomes
+    return (roster, averaged), Contribution(me, {name: torch.zeros(3) for name in names}), outcomes
 
 
 @given(attempts())
 def test_every_group_has_a_mean_or_is_dropped_for_a_reason_and_never_both(drawn):
     attempt, contribution, _ = drawn
-    result = means_of(attempt, contribution, WIRE)
+    result = result_of(*attempt, contribution, WIRE, 1.0)
     assert set(result.means) | set(result.dropped) == set(contribution.deltas)
     assert not set(result.means) & set(result.dropped)
     assert all(result.dropped.values())
@@ -89,11 +88,11 @@ def test_every_group_has_a_mean_or_is_dropped_for_a_reason_and_never_both(drawn)
 @given(attempts())
 def test_only_whole_finite_means_count_and_only_with_shared(drawn):
     attempt, contribution, outcomes = drawn
-    result = means_of(attempt, contribution, WIRE)
+    roster, averaged = attempt
+    result = result_of(roster, replace(averaged, clipped={"a": 2, "b": 3}), contribution, WIRE, 1.0)
     whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
     assert set(result.means) == (whole if "shared" in whole else set())
-    assert result.roster is attempt.roster
-    assert means_of(replace(attempt, clipped={"a": 2, "b": 3}), contribution, WIRE).num_clipped == 5
+    assert result.roster is roster and result.num_clipped == 5
 
 
 @given(rosters)
@@ -115,35 +114,3 @@ def test_all_members_of_a_group_start_from_one_version_and_none_is_forgotten(ros
 
 def holds(member, name):
     return name == "shared" or VectorName(name).slot in member.slots
-
-
-def member_of(peer, **changes):
-    fields = {"round": LAST.round, "previous": LAST.digest, "tokens": 5, "slots": ()}
-    return Member(peer_id=peer, tokens_per_second=1.0, ready_at=1.0, sync_seconds=0.0, **fields | changes)
-
-
-def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():
-    contribution = Contribution(member_of(PEERS[0], slots=(2,)), {"shared": torch.ones(2), "slot-2": torch.ones(2)})
-    result = means_of(Attempt(failure="no peer came"), contribution, WIRE)
-    assert result.roster == () and not result.means
-    assert result.dropped == {"shared": "no peer came", "slot-2": "no peer came"}
-
-
-def test_a_peer_whose_entry_was_refused_learns_why():
-    me = member_of(PEERS[0])
-    attempt = Attempt(Roster([member_of(PEERS[1])], LAST), {PEERS[0]: "malformed"})
-    result = means_of(attempt, Contribution(me, {"shared": torch.zeros(3)}), WIRE)
-    assert result.dropped == {"shared": "malformed"}
-
-
-@given(st.integers(0, 3), st.booleans())
-def test_the_means_of_a_peer_alone_are_its_own_deltas_if_it_trained_and_they_are_finite(tokens, is_finite):
-    member = member_of(PEERS[0], tokens=tokens)
-    contribution = Contribution(member, {"shared": torch.tensor([1.0, 2.0, 3.0 if is_finite else float("nan")])})
-    entry, vectors = WIRE.encode(contribution)
-    result = means_of(alone(entry, LAST, vectors), contribution, WIRE)
-    assert result.roster.groups["shared"] == (PEERS[0],)
-    if tokens and is_finite:
-        assert torch.equal(result.means["shared"], contribution.deltas["shared"])
-    else:
-        assert not result.means and set(result.dropped) == {"shared"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -325,6 +326,7 @@ def test_strangers_together_have_one_quota_of_processor_time_and_each_voter_its_
     monkeypatch.setattr(wires, "BURST_SECONDS", 1e-6)
     monkeypatch.setattr(wires, "SHARE", 1e-6)
     one, two, stranger, other = (peers[name] for name in ("one", "two", "stranger", "other"))
+    monkeypatch.setattr(one.node, "processor_seconds", time.thread_time)
     with caplog.at_level(logging.INFO, "spes_p2p"):
         for sender in (stranger, other, stranger, two):
             sender.send(one, packed(SOUND))

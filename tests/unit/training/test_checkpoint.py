@@ -16,14 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
+from virtual import VOCAB, RandomTokens, make_peer, tiny_run
 
 from spes_p2p.codecs.vectors import has_digest, to_bytes
 from spes_p2p.config import KeptRounds, RoundConfig
 from spes_p2p.errors import DataError, JoinError
 from spes_p2p.model.build import build_slot_model
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.store import VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -224,7 +222,7 @@ def test_versions_that_are_damaged_everywhere_are_left_to_other_peers(disk):
 
 def test_what_no_other_peer_has_either_ends_the_peer_rather_than_beginning_anew():
     run = tiny_run(round=RoundConfig(mode="steps", steps=3, total=3, min_peers=1, max_seconds=60))
-    peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
+    peer = make_peer(run, 2)
     peer.swarm.publish(7, {name: bundle for name, bundle in peer.initial().items() if name != "slot-3"})
     with pytest.raises(JoinError, match=r"slot-3: neither this peer.* --initial-peers"):
         opening.enter(peer.sync, None)
@@ -467,7 +465,7 @@ def test_an_optimizer_that_is_skipped_starts_anew_with_everything_else_in_place(
     run = tiny_run(round=RoundConfig(mode="steps", steps=3, total=9, min_peers=1, max_seconds=60))
     before = make_trainer((0, 1, 2))
     before.step(1e-2)
-    peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=3)
+    peer = make_peer(run, 3)
     peer.swarm.publish(7, peer.initial())
     tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
     state = PeerState("run", 7, before.slots, 21, 999, {"position": 40})

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
+from virtual import VirtualPeer, World, make_peer, peer_id, run_peers, tiny_run
 
 from spes_p2p.config import RoundConfig
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.simulator import Leaves
-from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.sim.peer import Leaves
 from spes_p2p.swarm.certificate import Body, MemberEntry, SlotState, genesis
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.holdings import replicas
@@ -82,13 +80,12 @@ def test_peers_that_can_be_called_and_then_voters_keep_first():
 
 def test_two_peers_that_nobody_can_call_have_each_others_slots():
     rounds = RoundConfig(mode="steps", steps=2, total=3, min_peers=3, max_seconds=60, exchange_seconds=20)
-    run, hub = tiny_run(round=rounds), MemoryHub("run", matchmaking_seconds=10.0)
-    hidden = [peer_id(1), peer_id(2)]
-    swarms = [MemorySwarm(hub, peer_id(0)), *(HiddenSwarm(hub, peer, hidden) for peer in hidden)]
-    slots = [2, 1, 1]
-    peers = [VirtualPeer(run, swarm, index=i, max_slots=slots[i]) for i, swarm in enumerate(swarms)]
-    initial = peers[0].initial
-    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    run, world, slots = tiny_run(round=rounds), World(), [2, 1, 1]
+    peers = [
+        VirtualPeer(run, world, world.swarm(i, client_mode=i > 0), index=i, max_slots=count)
+        for i, count in enumerate(slots)
+    ]
+    run_peers(peers)
     assert [len(peer.slots) for peer in peers] == slots
     for peer in peers:
         assert {peer.swarm.versions()[f"slot-{slot}"].round for slot in range(4)} == {rounds.total}
@@ -98,8 +95,8 @@ def test_two_peers_that_nobody_can_call_have_each_others_slots():
 def test_a_full_peer_keeps_what_both_holders_of_a_slot_leave_behind():
     """They leave one right after the other, and the third has no room for the slot."""
     rounds = RoundConfig(mode="steps", steps=2, total=4, min_peers=3, max_seconds=60, exchange_seconds=20)
-    run, hub = tiny_run(round=rounds), MemoryHub("run", matchmaking_seconds=10.0)
-    peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(index)), index=index, max_slots=2) for index in range(3)]
+    run, world = tiny_run(round=rounds), World()
+    peers = [make_peer(run, 2, world) for _ in range(3)]
     lacking: dict[int, list[VectorName]] = {}
     shared_by_two: list[VectorName] = []
 
@@ -113,8 +110,7 @@ def test_a_full_peer_keeps_what_both_holders_of_a_slot_leave_behind():
             lacking[peer.index] = peer.sync.held.hand_over(60.0)
             raise Leaves
 
-    initial = peers[0].initial
-    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: leave(peer, report)) for peer in peers])
+    run_peers(peers, leave)
     (left,) = (peer for peer in peers if peer.index not in lacking)
     assert len(lacking) == 2 and list(lacking.values()) == [[], []]
     assert len(left.reports) == rounds.total and shared_by_two[0].slot not in left.slots

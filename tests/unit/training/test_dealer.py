@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from virtual import certify, peer_id, tiny_run
+from virtual import World, tiny_run
 
 from spes_p2p.config import DataConfig
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.training.dealer import batches_to_ask, deal
 
 SHARED_DATA = DataConfig(source="files", fingerprint="0" * 64, sequence_length=16, vocab_size=64)
@@ -27,10 +26,11 @@ def test_a_peer_asks_for_the_rounds_steps_or_for_a_quarter_more_than_it_has_trai
 
 
 def test_a_peer_without_a_share_reads_from_the_cursor_on_in_an_order_of_its_own_and_the_rounds():
-    hub = MemoryHub("run", num_slots=4)
-    one, other = (MemorySwarm(hub, peer_id(index)) for index in range(2))
-    certify(hub, 1)
-    hub.bodies[-1] = hub.bodies[-1].model_copy(update={"cursor": 7})
+    world = World()
+    one, other = (world.swarm(index) for index in range(2))
+    for swarm in (one, other):
+        world.enter(swarm, tiny_run(), Vectors())
+    world.certify(1, cursor=7)
     assert deal(one, 1)[0] == range(7, 7)
     assert len({deal(swarm, round)[1] for swarm in (one, other) for round in (0, 1)}) == 4
     assert deal(one, 1) == deal(one, 1), "a round that failed begins again"

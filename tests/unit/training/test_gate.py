@@ -7,17 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
+from virtual import VOCAB, RandomTokens, VirtualPeer, World, make_peer, run_peers, tiny_run
 
 from spes_p2p.config import AdapterConfig, ModelConfig, RoundConfig, RunConfig
 from spes_p2p.data.shared import PROBE_TOKENS
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import ExchangeError
 from spes_p2p.planner.size import model_size
-from spes_p2p.sim.attacks import Attack, AttackingSwarm
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.simulator import Leaves
-from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.sim.attacks import Attack, AttackingSwarm, Spoiler
+from spes_p2p.sim.peer import Leaves
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import loss_gate as gate_module
 from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, LossGate, public_text
@@ -37,16 +35,21 @@ def run_of(slots: int = PEERS):
 
 
 def live(attacks: list[Attack]) -> list[VirtualPeer]:
-    run, hub = run_of(), MemoryHub("run", matchmaking_seconds=10.0)
-    size = model_size(run.model, VOCAB)
-    numels = {SHARED: size.shared_params, "slot": size.slot_params}
-    swarms = [MemorySwarm(hub, peer_id(index)) for index in range(PEERS)]
-    for attack in attacks:
-        swarms[attack.peer] = AttackingSwarm(hub, peer_id(attack.peer), [attack], numels)
-    peers = [VirtualPeer(run, swarm, index=index, max_slots=1) for index, swarm in enumerate(swarms)]
-    initial = peers[0].initial
-    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    peers = peers_beside(AttackingSwarm, attacks)
+    run_peers(peers)
     return peers
+
+
+def peers_beside(kind: type[AttackingSwarm], attacks: list[Attack]) -> list[VirtualPeer]:
+    """Return peers, of which the last one makes these attacks, if any."""
+    run, world = run_of(), World(PEERS)
+    size = model_size(run.model, VOCAB)
+    spoiler = Spoiler(attacks, {SHARED: size.shared_params, "slot": size.slot_params})
+    swarms = [
+        world.swarm(index, kind, spoiler) if attacks and index == ATTACKER else world.swarm(index)
+        for index in range(PEERS)
+    ]
+    return [VirtualPeer(run, world, swarm, index=index, max_slots=1) for index, swarm in enumerate(swarms)]
 
 
 def loss_of(peer: VirtualPeer) -> float:
@@ -61,7 +64,7 @@ def undisturbed() -> list[VirtualPeer]:
 @pytest.mark.full
 def test_honest_slots_pass(undisturbed):
     for peer in undisturbed:
-        assert not peer.swarm.accused
+        assert not peer.swarm.bans.accused
         rounds = {name: version.round for name, version in peer.swarm.versions().items()}
         assert {rounds[VectorName.of_slot(slot)] for slot in range(PEERS)} == {ROUNDS}
 
@@ -71,7 +74,7 @@ def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
     honest, liar = peers[:ATTACKER], peers[ATTACKER]
     for peer in honest:
         assert loss_of(peer) < loss_of(undisturbed[0]) + MAX_WORSE
-        accused = {(round, who) for round, who in peer.swarm.accused}
+        accused = {(round, who) for round, who in peer.swarm.bans.accused}
         assert accused == {(FROM_ROUND, liar.swarm.peer_id), (FROM_ROUND + 1, liar.swarm.peer_id)}
         assert liar.swarm.peer_id in peer.sync.held.distrusted
     held = {slot for peer in honest for slot in peer.slots}
@@ -81,35 +84,29 @@ def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
 class Lingering(AttackingSwarm):
     """Goes on serving what it has published when its peer has left."""
 
-    def _stop_serving(self) -> None:
-        served = self._hub.bundles[self.peer_id]
-        super()._stop_serving()
-        self._hub.bundles[self.peer_id] = served
+    def close(self) -> None:
+        pass
 
 
 @pytest.mark.full
 def test_nobody_takes_up_the_slot_of_a_liar_that_gives_it_up_as_the_liar_left_it():
     """Whoever did would publish what follows from it, and be banned for what another has done."""
-    run, hub = run_of(), MemoryHub("run", matchmaking_seconds=10.0)
-    size = model_size(run.model, VOCAB)
     attack = Attack(peer=ATTACKER, kind="scale", factor=3000.0, groups="slots", from_round=FROM_ROUND)
-    liar = Lingering(hub, peer_id(ATTACKER), [attack], {SHARED: size.shared_params, "slot": size.slot_params})
-    swarms = [*(MemorySwarm(hub, peer_id(index)) for index in range(ATTACKER)), liar]
-    peers = [VirtualPeer(run, swarm, index=index, max_slots=1) for index, swarm in enumerate(swarms)]
+    peers = peers_beside(Lingering, [attack])
+    liar = peers[ATTACKER].swarm
 
-    def leave(report) -> None:
-        if report.round == FROM_ROUND + 1:
+    def leave(peer: VirtualPeer, report) -> None:
+        if peer.index == ATTACKER and report.round == FROM_ROUND + 1:
             for peer in peers[:ATTACKER]:
                 peer.sync.held._max_slots = 2  # from now on there is room for the orphan
                 peer.sync.held.limit(None)
             raise Leaves
 
-    initial, on_round = peers[0].initial, [lambda report: None] * ATTACKER + [leave]
-    hub.clock.run([lambda peer=peer, at=at: peer.live(initial, at) for peer, at in zip(peers, on_round, strict=True)])
+    run_peers(peers, leave)
     spoilt = peers[ATTACKER].slots
     assert len(spoilt) == 1 and any(set(spoilt) <= set(peer.slots) for peer in peers[:ATTACKER]), "it was adopted"
     for peer in peers[:ATTACKER]:
-        assert peer.swarm.accused == {(FROM_ROUND, liar.peer_id)}, peer.swarm.accused
+        assert peer.swarm.bans.accused == {(FROM_ROUND, liar.peer_id)}, peer.swarm.bans.accused
         assert peer.swarm.versions()[VectorName.of_slot(spoilt[0])].round == ROUNDS
 
 
@@ -129,8 +126,7 @@ def test_a_broken_model_blames_nobody(by_loss_alone):
 
 def opened(slots: int = 2):
     """Return a gate that has measured a peer's model, the peer, and how to publish a newer slot-1 for it to load."""
-    run, hub = run_of(slots), MemoryHub("run", matchmaking_seconds=10.0)
-    peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=1)
+    peer = make_peer(run_of(slots), 1)
     initial = peer.initial()
     peer.swarm.publish(0, initial)
     gate = LossGate(peer.trainer, peer.sync, peer.probe_BT1)
@@ -186,7 +182,7 @@ def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long(by_
         peer.trainer.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1), before=True)})
         gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))})
         losses.append(loss_of(peer))
-    assert losses[-1] <= losses[0] + 1.5 * MAX_WORSE and not peer.swarm.accused
+    assert losses[-1] <= losses[0] + 1.5 * MAX_WORSE and not peer.swarm.bans.accused
 
 
 def least_scale(harm_of: Callable[[float], float], by: float, low: float) -> float:
@@ -284,7 +280,7 @@ def test_two_slots_that_do_harm_together_are_not_both_taken(alone):
         VectorName.of_slot(1): 1,
         VectorName.of_slot(2): 0,
     }
-    assert bool(peer.swarm.accused) == (alone > 1)
+    assert bool(peer.swarm.bans.accused) == (alone > 1)
 
 
 def test_who_catches_up_takes_what_the_others_have_taken():

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
-from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
+from virtual import VirtualPeer, World, run_peers, tiny_run
 
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import CodecConfig, MachineConfig, OuterConfig, RoundConfig, RunConfig, check_machine
 from spes_p2p.errors import ConfigError
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.averaging.encoding import Contribution
+from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.names import SHARED, VectorName
 from tests.unit.model.plain import NF4
 
@@ -45,23 +45,19 @@ class Alive:
     Args:
         run: The run's settings.
         slots: Slots that each peer trains at most.
-        swarms: Makes a peer's swarm.
+        hidden: Peers that no other can call.
     """
 
-    def __init__(
-        self, run: RunConfig, slots: Sequence[int], swarms: Callable[[MemoryHub, int], MemorySwarm] | None = None
-    ) -> None:
-        self.hub = MemoryHub("run", matchmaking_seconds=10.0, min_peers=len(slots), num_slots=4)
-        make = swarms or (lambda hub, index: MemorySwarm(hub, peer_id(index)))
+    def __init__(self, run: RunConfig, slots: Sequence[int], hidden: Collection[int] = ()) -> None:
+        self.world = World()
+        swarms = [self.world.swarm(index, client_mode=index in hidden) for index in range(len(slots))]
         self.peers = [
-            VirtualPeer(run, make(self.hub, index), index=index, max_slots=count) for index, count in enumerate(slots)
+            VirtualPeer(run, self.world, swarms[index], index=index, max_slots=count)
+            for index, count in enumerate(slots)
         ]
 
     def live(self, on_round: Callable[[VirtualPeer, Any], None] = lambda peer, report: None) -> None:
-        initial = self.peers[0].initial
-        self.hub.clock.run(
-            [lambda peer=peer: peer.live(initial, lambda report: on_round(peer, report)) for peer in self.peers]
-        )
+        run_peers(self.peers, on_round)
 
 
 def replicated_by(peer: VirtualPeer) -> set[str]:
@@ -73,7 +69,7 @@ def replicated_by(peer: VirtualPeer) -> set[str]:
 def test_peers_that_do_not_hold_a_slot_have_its_kept_form_alone(storage: str) -> None:
     alive = Alive(run_of(storage, codecs=FEW_BITS), [2, 1, 1])
     alive.live()
-    states = alive.hub.bodies[-1].slots
+    states = alive.world.bodies[-1].slots
     form = KeptForm(storage, alive.peers[0].trainer.layouts["slot"].numel)
     for peer in alive.peers:
         versions = peer.swarm.versions()
@@ -101,14 +97,14 @@ def test_rounds_end_in_the_weights_that_peers_with_fp32_versions_and_the_same_st
             monkeypatch.setattr(RunConfig, "kept_form", None)
         alive = Alive(run_of(storage), [2, 1, 1])
         alive.live()
-        ends.append([(body.shared, [state.digest for state in body.slots]) for body in alive.hub.bodies])
+        ends.append([(body.shared, [state.digest for state in body.slots]) for body in alive.world.bodies])
     assert ends[0] == ends[1]
 
 
 def test_a_run_with_fp32_storage_has_no_kept_forms() -> None:
     alive = Alive(run_of("fp32"), [2, 1, 1])
     alive.live()
-    assert all(state.kept is None for state in alive.hub.bodies[-1].slots)
+    assert all(state.kept is None for state in alive.world.bodies[-1].slots)
     assert not any(VectorName(name).is_kept for peer in alive.peers for name in peer.swarm.versions())
 
 
@@ -151,7 +147,7 @@ def test_a_dead_holders_slot_goes_on_from_a_replica_or_else_from_its_kept_form(
     assert sole
     said = [f"slot-{slot}: no peer has its fp32 weights of round 2; going on from its kept form" for slot in sole]
     assert [any(line in record.getMessage() for record in caplog.records) for line in said] == [copies == 1] * len(said)
-    last = alive.hub.bodies[-1]
+    last = alive.world.bodies[-1]
     assert last.round == 10 and all(state.round > 2 for state in last.slots)
 
 
@@ -161,7 +157,7 @@ def test_a_slot_that_nobody_has_trained_is_drawn_by_the_peer_that_adopts_it() ->
     initial = alive.peers[0].initial()
     alive.live()
     held = alive.peers[0].sync.held
-    untrained = next(name for name in SLOTS if not alive.hub.bodies[-1].slots[name.slot].digest)
+    untrained = next(name for name in SLOTS if not alive.world.bodies[-1].slots[name.slot].digest)
     held._make_masters([untrained])
     assert torch.equal(alive.peers[0].swarm.load(untrained), initial[untrained])
 
@@ -186,13 +182,13 @@ def test_replicas_refuse_by_name_a_kept_form_that_does_not_follow_from_the_weigh
     lie(liar)
     alive.live()
     honest = [peer for peer in alive.peers if peer is not liar]
-    accusing = {peer.index for peer in honest if any(who == liar.swarm.peer_id for _, who in peer.swarm.accused)}
+    accusing = {peer.index for peer in honest if any(who == liar.swarm.peer_id for _, who in peer.swarm.bans.accused)}
     assert accusing, "a replica has its weights, and so its form"
-    assert not any(who != liar.swarm.peer_id for peer in honest for _, who in peer.swarm.accused)
+    assert not any(who != liar.swarm.peer_id for peer in honest for _, who in peer.swarm.bans.accused)
     (slot,) = liar.slots
     said = f"refused the kept form of slot-{slot}, made by {liar.swarm.peer_id[-6:]}: it does not follow"
     assert any(said in record.getMessage() for record in caplog.records)
-    false = alive.hub.bodies[-1].slots[slot].kept
+    false = alive.world.bodies[-1].slots[slot].kept
     for index in accusing:
         assert alive.peers[index].swarm.versions()[f"kept-slot-{slot}"].digest != false
 
@@ -202,7 +198,7 @@ def test_holders_that_differ_about_a_kept_form_leave_the_slot_as_it_was() -> Non
     alive = Alive(run_of("int8", total=4, peers=2), [4, 4])
     lie(alive.peers[1])
     alive.live()
-    assert [state.round for state in alive.hub.bodies[-1].slots] == [1] * 4
+    assert [state.round for state in alive.world.bodies[-1].slots] == [1] * 4
 
 
 def test_a_replica_keeps_the_certified_master_of_a_slot_that_a_round_left_as_it_was(
@@ -227,17 +223,19 @@ def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that
     """It fetched that version, trained on from its old anchor, and confirmed wrong results from then on."""
     alive = Alive(run_of("int8", total=6, peers=3), [4, 4, 4])
     swarm, name = alive.peers[2].swarm, VectorName.of_slot(1)
-    honest = swarm.average
+    honest = swarm.agree
 
-    def average(contribution: Contribution, **kwargs: Any) -> RoundResult:
-        result = honest(contribution, **kwargs)
-        if contribution.member.round == 2 and name in result.means:
-            result = dataclasses.replace(result, means={**result.means, name: result.means[name] + 1.0})
-        return result
+    def agree(contribution: Contribution, stage: Callable, **kwargs: Any) -> Body | None:
+        def staged(result: RoundResult) -> Staged | None:
+            if contribution.member.round == 2 and name in result.means:
+                result = dataclasses.replace(result, means={**result.means, name: result.means[name] + 1.0})
+            return stage(result)
 
-    monkeypatch.setattr(swarm, "average", average)
+        return honest(contribution, staged, **kwargs)
+
+    monkeypatch.setattr(swarm, "agree", agree)
     alive.live()
-    certified = alive.hub.bodies[-1].slots[1]
+    certified = alive.world.bodies[-1].slots[1]
     assert certified.round == 6 and not alive.peers[2].reports[-1].dropped
     first, *others = (peer.anchors.weights(name) for peer in alive.peers)
     assert all(torch.equal(first, other) for other in others)
@@ -247,9 +245,7 @@ def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that
 
 
 def test_peers_that_no_other_can_call_get_kept_forms_from_replicas() -> None:
-    hidden = [peer_id(1), peer_id(2)]
-    make = lambda hub, index: HiddenSwarm(hub, peer_id(index), hidden) if index else MemorySwarm(hub, peer_id(0))  # noqa: E731
-    alive = Alive(run_of("int8"), [2, 1, 1], make)
+    alive = Alive(run_of("int8"), [2, 1, 1], hidden=[1, 2])
     alive.live()
     for peer in alive.peers:
         assert {peer.swarm.versions()[name.kept].round for name in SLOTS} == {3}
@@ -263,7 +259,7 @@ def test_a_budget_and_momentum_go_with_kept_forms(moments: str, monkeypatch: pyt
     for peer in alive.peers:
         peer.sync.held.refresh_slots = 1
     alive.live()
-    states = alive.hub.bodies[-1].slots
+    states = alive.world.bodies[-1].slots
     for peer in alive.peers:
         behind = [states[name.slot].round - peer.swarm.versions()[name.kept].round for name in SLOTS]
         assert 0 <= max(behind) <= 3 and peer.reports[-1].committed
@@ -275,4 +271,4 @@ def test_merging_moves_a_slot_by_the_same_bits_on_all_of_its_holders() -> None:
     merging = run.model_copy(update={"merge": run.merge.model_copy(update={"alpha": 0.2, "top_k": 2})})
     alive = Alive(merging, [3, 3, 3])
     alive.live()
-    assert [state.round for state in alive.hub.bodies[-1].slots] == [3] * 4
+    assert [state.round for state in alive.world.bodies[-1].slots] == [3] * 4

@@ -5,15 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from virtual import VOCAB, VirtualPeer, peer_id, tiny_run
+from virtual import VOCAB, VirtualPeer, World, make_peer, tiny_run
 
 from spes_p2p.codecs.vectors import LazyVectors
 from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.sim.network import VirtualNode
+from spes_p2p.sim.peer import VirtualSwarm
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.build import build_initial
 from spes_p2p.training.opening import ENTERING_TRIES
@@ -21,14 +22,14 @@ from spes_p2p.training.opening import ENTERING_TRIES
 ALONE = RoundConfig(mode="steps", steps=3, total=20, min_peers=1, max_seconds=60, exchange_seconds=20)
 
 
-class Lacking(MemorySwarm):
+class Lacking(VirtualSwarm):
     """A swarm in which nobody who is asked has this slot any more."""
 
     def inventory(self, peers):
         return {p: {n: v for n, v in have.items() if n != "slot-3"} for p, have in super().inventory(peers).items()}
 
 
-class CutOff(MemorySwarm):
+class CutOff(VirtualSwarm):
     """A swarm from which the first downloads fail."""
 
     failing_pulls = ENTERING_TRIES - 1
@@ -40,12 +41,15 @@ class CutOff(MemorySwarm):
         return super().pull(wanted, *peers, **more)
 
 
-def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm, *, min_peers: int = 1) -> tuple[VirtualPeer, int]:
+def join_late(
+    run: RunConfig, swarm: type[VirtualSwarm] = VirtualSwarm, *, min_peers: int = 1
+) -> tuple[VirtualPeer, int]:
     """Let one peer train and another join it after two rounds; return the latter and how often it made the start."""
-    hub = MemoryHub("run", matchmaking_seconds=2.0)
-    first = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
+    world = World()
+    first = make_peer(run, 4, world)
     late_run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": min_peers})})
-    late = VirtualPeer(late_run, swarm(hub, peer_id(1)), index=1, max_slots=2)
+    late = VirtualPeer(late_run, world, world.swarm(1, swarm), index=1, max_slots=2)
+    first._tokens_per_second = late._tokens_per_second = 50.0  # rounds last four seconds
     made: list[Mapping[str, torch.Tensor]] = []
 
     def start() -> Mapping[str, torch.Tensor]:
@@ -54,16 +58,16 @@ def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm, *, min_pee
 
     def wait_and_live() -> None:
         while len(first.reports) < 2:
-            hub.clock.wait(0.1)
+            world.wait(0.1)
         late.live(start, lambda report: None)
 
-    hub.clock.run([lambda: first.live(first.initial, lambda report: None), wait_and_live])
+    world.run([lambda: first.live(first.initial, lambda report: None), wait_and_live])
     assert late.reports[0].round > 2 and late.reports[-1].num_members == 2
     return late, len(made)
 
 
 @pytest.mark.parametrize(
-    "swarm, times", [pytest.param(MemorySwarm, 0, marks=pytest.mark.full), (Lacking, 1), (CutOff, 0)]
+    "swarm, times", [pytest.param(VirtualSwarm, 0, marks=pytest.mark.full), (Lacking, 1), (CutOff, 0)]
 )
 def test_a_newcomer_makes_the_start_of_a_run_only_for_what_nobody_has(swarm, times):
     """Of a large model it takes minutes, and as much disk as the model."""
@@ -78,11 +82,11 @@ def test_a_newcomer_joins_a_run_of_which_fewer_peers_than_its_start_needs_are_le
     assert made == 0 and late.swarm.versions()["shared"].round == ALONE.total
 
 
-class Counting(MemorySwarm):
+class Counting(VirtualSwarm):
     """Counts the vectors that it has returned or been given and that are still in memory."""
 
-    def __init__(self, hub: MemoryHub, peer_id: str) -> None:
-        super().__init__(hub, peer_id)
+    def __init__(self, network: VirtualNode, folder: Path) -> None:
+        super().__init__(network, folder)
         self.present: list[weakref.ref[torch.Tensor]] = []
         self.most, self.loads = 0, 0
 
@@ -105,9 +109,9 @@ def test_a_founder_and_a_newcomer_never_hold_more_than_two_vectors_of_the_swarms
     """One that is being read and the one before it, of sixteen slots; anchors of those that it trains come on top."""
     shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
     run = tiny_run(model=ModelConfig(**shape, num_experts=16, top_k=2), round=ALONE)
-    hub = MemoryHub("run", matchmaking_seconds=2.0)
-    founder = VirtualPeer(run, Counting(hub, peer_id(0)), index=0, max_slots=4)
-    late = VirtualPeer(run, Counting(hub, peer_id(1)), index=1, max_slots=2)
+    world = World(16)
+    founder = VirtualPeer(run, world, world.swarm(0, Counting), index=0, max_slots=4)
+    late = VirtualPeer(run, world, world.swarm(1, Counting), index=1, max_slots=2)
     seen: dict[int, tuple[int, int]] = {}
 
     def live(peer: VirtualPeer) -> None:
@@ -122,10 +126,10 @@ def test_a_founder_and_a_newcomer_never_hold_more_than_two_vectors_of_the_swarms
 
     def join_late() -> None:
         while len(founder.reports) < 2:
-            hub.clock.wait(0.1)
+            world.wait(0.1)
         live(late)
 
-    hub.clock.run([lambda: live(founder), join_late])
+    world.run([lambda: live(founder), join_late])
     assert {index: most <= 2 for index, (most, _) in seen.items()} == {0: True, 1: True}, seen
     assert all(loads >= 16 for _, loads in seen.values()), "every slot was read"
 
@@ -139,7 +143,7 @@ def test_lazy_vectors_are_read_each_time_they_are_asked_for_and_only_then():
 
 def test_moments_of_a_slot_that_was_given_up_after_they_were_fetched_are_not_loaded():
     """A late peer catches up, meets the others, and gives up a slot that they hold, too."""
-    peer = VirtualPeer(tiny_run(), MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
+    peer = make_peer(tiny_run(), 2)
     vectors = peer.initial()
     peer.trainer.load(vectors)
     held = tuple(map(VectorName.of_slot, (0, 1)))

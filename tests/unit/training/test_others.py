@@ -6,19 +6,18 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from virtual import certify, peer_id, tiny_run
+from virtual import World, peer_id, tiny_run
 
 from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import RoundConfig
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.sim.loop import EPOCH_SECONDS
+from spes_p2p.sim.peer import VirtualSwarm
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training import opening
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
-from tests.support.agreement import changed
 
 FAR = 10**5
 
@@ -27,7 +26,7 @@ class Peer:
     """A peer without a model, in round 6 unless it says otherwise.
 
     Args:
-        hub: Where it meets the others.
+        world: Where it meets the others.
         index: Its number.
         round: Of its versions.
         ends_at: What it says of its round's end; None says nothing.
@@ -36,16 +35,18 @@ class Peer:
 
     def __init__(
         self,
-        hub: MemoryHub,
+        world: World,
         index: int,
         round: int = 6,
         ends_at: float | None = None,
-        swarm: type[MemorySwarm] = MemorySwarm,
+        swarm: type[VirtualSwarm] = VirtualSwarm,
     ) -> None:
         rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=1, max_seconds=20, total=2 * FAR, min_peers=2)
         run = tiny_run(round=rounds)
         numels = {SHARED: 5, "slot": 3}
-        self.swarm, anchors = swarm(hub, peer_id(index)), Anchors(run, numels)
+        self.swarm, anchors = world.swarm(index, swarm), Anchors(run, numels)
+        self.world = world
+        world.enter(self.swarm, run, anchors.vectors())
         self.held = HeldSlots(self.swarm, run, run_id="run", anchors=anchors, max_slots=2, clock=self.swarm.now)
         self.sync = Synchroniser(
             self.swarm, run, held=self.held, anchors=anchors, layout=Layout({"w": torch.Size([3])})
@@ -57,15 +58,18 @@ class Peer:
             self.swarm.announce(Progress(peer_id=self.swarm.peer_id, round=round, ends_at=ends_at))
 
 
-def newcomer_beside_liars(round: int = 6, swarm: type[MemorySwarm] = MemorySwarm) -> tuple[Peer, float]:
+def newcomer_beside_liars(
+    round: int = 6, swarm: type[VirtualSwarm] = VirtualSwarm, **certified: float
+) -> tuple[Peer, float]:
     """Return a newcomer among three whose round ends in ten seconds, and some that say to be far ahead, or far on."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0, num_slots=4)
-    ends_at = hub.clock.now() + 10.0
-    honest = [Peer(hub, index, ends_at=ends_at) for index in range(3)]
+    world = World()
+    ends_at = world.now() + 10.0
+    honest = [Peer(world, index, ends_at=ends_at) for index in range(3)]
     for index in (3, 4, 5, 6):
-        Peer(hub, index, round=6 if index == 4 else FAR, ends_at=1e10)
-    certify(hub, 6, honest[0].swarm.versions().values(), voters=[peer_id(index) for index in range(5)])
-    return Peer(hub, 9, round=round, swarm=swarm), ends_at
+        Peer(world, index, round=6 if index == 4 else FAR, ends_at=1e10)
+    voters = [peer_id(index) for index in range(5)]
+    world.certify(6, honest[0].swarm.versions().values(), voters=voters, **certified)
+    return Peer(world, 9, round=round, swarm=swarm), ends_at
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -78,20 +82,18 @@ def test_peers_that_say_to_be_far_ahead_lead_no_other_there(is_late):
 
 
 def test_a_round_ends_when_its_certificate_says_not_when_the_others_do():
-    newcomer, ends_at = newcomer_beside_liars()
-    hub = newcomer.swarm._hub
-    hub.bodies[-1] = changed(hub.bodies[-1], ends_at=ends_at - 5.0)
-    assert opening.rejoin(newcomer.sync) == ends_at - 5.0 and not newcomer.held.to_load()
+    newcomer, ends_at = newcomer_beside_liars(ends_at=EPOCH_SECONDS + 8.0)
+    assert opening.rejoin(newcomer.sync) == EPOCH_SECONDS + 8.0 < ends_at and not newcomer.held.to_load()
 
 
 @pytest.mark.parametrize("are_training", [True, False])
 def test_a_peer_measures_its_speed_unless_others_have_said_when_their_round_ends(are_training):
     """After a restart of all peers none has, and a round without any known speed would last `max_seconds`."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0, num_slots=4)
-    others = [Peer(hub, index, ends_at=hub.clock.now() + 10.0) for index in range(3)]
-    certify(hub, 6, others[0].swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
-    newcomer = Peer(hub, 9)
-    hub.clock.advance(5.0 if are_training else 15.0)
+    world = World()
+    others = [Peer(world, index, ends_at=world.now() + 10.0) for index in range(3)]
+    world.certify(6, others[0].swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
+    newcomer = Peer(world, 9)
+    world.wait(5.0 if are_training else 15.0)
     assert newcomer.sync.follows_others == are_training
 
 
@@ -99,25 +101,25 @@ def test_peers_without_a_vote_do_not_say_when_a_round_ends():
     """However many of them there are."""
     newcomer, ends_at = newcomer_beside_liars()
     for index in range(20, 30):
-        Peer(newcomer.swarm._hub, index, ends_at=ends_at + 7.0)
+        Peer(newcomer.world, index, ends_at=ends_at + 7.0)
     assert newcomer.sync.announced_end(6) == ends_at
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
 def test_a_peer_that_is_expected_makes_a_step_for_a_round_that_has_just_ended(is_expected):
     """The others wait for it; they do not for one whose claim came after the end."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    ends_at = hub.clock.now() + 10.0
+    world = World()
+    ends_at = world.now() + 10.0
     for index in range(3):
-        Peer(hub, index, ends_at=ends_at)
-    newcomer = Peer(hub, 9)
+        Peer(world, index, ends_at=ends_at)
+    newcomer = Peer(world, 9)
     newcomer.sync.expected_since = ends_at + (-1.0 if is_expected else 0.05)
     patience = newcomer.sync.run.round.matchmaking_seconds
-    hub.clock.advance(10.0 + 0.1 * patience)
+    world.wait(10.0 + 0.1 * patience)
     found = opening.rejoin(newcomer.sync)
     assert not newcomer.held.to_load() and found == (ends_at if is_expected else None)
     if is_expected:
-        hub.clock.advance(0.5 * patience)
+        world.wait(0.5 * patience)
         assert opening.rejoin(newcomer.sync) is None, "they have gone on without it by now"
 
 
@@ -127,7 +129,7 @@ def test_versions_of_a_later_round_than_the_certified_one_are_not_taken():
     assert late.swarm.versions()[SHARED].round == 6
 
 
-class Unreachable(MemorySwarm):
+class Unreachable(VirtualSwarm):
     """A swarm whose other peers have vanished after they have told what they have."""
 
     def pull(self, wanted: Mapping[str, object], *_: object, **__: object) -> dict[str, str]:  # type: ignore[override]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from virtual import VirtualPeer, peer_id, tiny_run
+from virtual import VirtualPeer, World, make_peer, run_peers, tiny_run
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.config.controls import Intent
-from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.swarm import MemorySwarm
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.sim.peer import VirtualSwarm
+from spes_p2p.swarm.averaging.encoding import Contribution
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.names import SHARED, VectorName
 
 TOTAL = 9
@@ -50,12 +50,11 @@ def live(
     ends: Callable[[list[VirtualPeer]], bool] | None = None,
 ) -> tuple[list[VirtualPeer], Owner]:
     """Run three peers, the last one by its owner's word."""
-    hub = MemoryHub("run", matchmaking_seconds=10.0)
-    peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=2) for i in range(3)]
+    world = World()
+    peers = [make_peer(run, 2, world) for _ in range(3)]
     owner = Owner(peers[2], lambda: is_paused(peers), lambda: ends is not None and ends(peers))
     peers[2].loop._wanted = owner.intent
-    initial = peers[0].initial
-    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    run_peers(peers)
     return peers, owner
 
 
@@ -131,40 +130,39 @@ def test_a_peer_that_finishes_ends_after_its_round_and_the_others_go_on() -> Non
 def test_peers_that_are_all_paused_end_no_round() -> None:
     """Rounds that no peer trains are not committed, so a pause of all costs the run none."""
     run = tiny_run(round=RoundConfig(**{**TIMES, **BY_TOKENS, "total": 3, "min_peers": 1, "lease_seconds": 600.0}))
-    hub = MemoryHub("run", matchmaking_seconds=10.0)
-    peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=4) for i in range(2)]
+    world = World()
+    peers = [make_peer(run, 4, world) for _ in range(2)]
     for peer in peers:
-        is_paused = lambda: peers[0].sync.round >= 1 and 3.0 < hub.clock.now() - began < 20.0  # noqa: E731
+        is_paused = lambda: peers[0].sync.round >= 1 and 3.0 < world.now() - began < 20.0  # noqa: E731
         peer.loop._wanted = Owner(peer, is_paused, lambda: False).intent
-    began, initial = hub.clock.now(), peers[0].initial
-    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    began = world.now()
+    run_peers(peers)
     for reports in zip(*(peer.reports for peer in peers), strict=True):
         assert any(report.tokens for report in reports)
     assert [report.round for report in peers[0].reports] == [1, 2, 3]
 
 
-class LateOnce(MemorySwarm):
+class LateOnce(VirtualSwarm):
     """A peer that does not find the others once, in a round in which it has trained nothing."""
 
     has_missed = False
 
-    def average(self, contribution: Contribution, **rest: Any) -> RoundResult:
+    def agree(self, contribution: Contribution, *how: Any, **more: Any) -> Body | None:
         if self.has_missed or contribution.member.tokens or contribution.member.round != 3:
-            return super().average(contribution, **rest)
+            return super().agree(contribution, *how, **more)
         self.has_missed = True
-        self._open = self.last(), self._hub.attempt
-        self.clock.wait(1.5 * self._hub.matchmaking_seconds)
-        return RoundResult()
+        self.wait(1.5 * self._rounds.matchmaking_seconds)
+        return None
 
 
 def test_a_paused_voter_that_misses_a_meeting_lets_the_others_redo_the_round() -> None:
     """It went on without a word, and the other waited for its vote until the run shrank."""
     times = {**TIMES, **BY_TOKENS, "min_peers": 2, "lease_seconds": 600.0, "shrink_seconds": 3000.0}
-    run, hub = tiny_run(round=RoundConfig(**times)), MemoryHub("run", matchmaking_seconds=10.0)
-    swarms = [MemorySwarm(hub, peer_id(0)), LateOnce(hub, peer_id(1))]
-    peers = [VirtualPeer(run, swarm, index=i, max_slots=4) for i, swarm in enumerate(swarms)]
+    run, world = tiny_run(round=RoundConfig(**times)), World()
+    swarms = [world.swarm(0), world.swarm(1, LateOnce)]
+    peers = [VirtualPeer(run, world, swarm, index=i, max_slots=4) for i, swarm in enumerate(swarms)]
     peers[1].loop._wanted = Owner(peers[1], lambda: 2 <= peers[1].sync.round < 6, lambda: False).intent
-    began, initial = hub.clock.now(), peers[0].initial
-    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
-    assert swarms[1].has_missed and hub.clock.now() - began < run.round.shrink_seconds
+    began = world.now()
+    run_peers(peers)
+    assert swarms[1].has_missed and world.now() - began < run.round.shrink_seconds
     assert [report.round for report in peers[0].reports] == list(range(1, TOTAL + 1))
