@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
@@ -87,7 +86,7 @@ def decoders(folder: Path) -> list[Decoder]:
     ]
     return [
         *found,
-        Decoder("roster entry", functools.partial(Member.decode, me.peer_id), refusals, [json.loads(entry)]),
+        Decoder("roster entry", Member.model_validate_json, (ValueError,), [json.loads(entry)]),
         Decoder("inventory", Inventory.parse, refusals, [_json(Inventory(versions=(version,)))]),
         Decoder("question", Question.parse, refusals, [{"document": "manifest"}]),
         Decoder("introduction", _Told.parse, refusals, [{"peer": me.peer_id, "address": "/ip4/1.2.3.4/udp/5/quic-v1"}]),

@@ -289,7 +289,7 @@ def _manifest(
 def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) -> None:
     """Refuse an identity that another peer uses, even one that takes no calls: it renews its claim meanwhile.
 
-    A peer that goes on in its own folder, as the ballot there tells, does not wait: the claim is its own.
+    A peer that goes on in its own folder, as its promises tell, does not wait: the claim is its own.
 
     Raises:
         ConfigError: another peer uses it.

@@ -1,7 +1,7 @@
 """One peer's part in each round's decision: it enters a meeting, averages, states its result, votes, and follows.
 
     entry ─► leader ─► meeting ─► average ─► result ─► leader, voters ─► proposal ─► voters ─► votes ─► certificate
-      ▲                                          (nothing in time, or a quorum is in a later attempt)
+      ▲                            (averaging failed, nothing came in time, or a quorum is in a later attempt)
       └────────────────────────────────── next attempt ◄──┘
 
 The last certificate names the leader of each attempt. Messages may be lost, repeated or late: what a decision needs is
@@ -33,6 +33,7 @@ from spes_p2p.swarm.certificate import (
     max_strangers,
     required_votes,
     roster_digest,
+    strangers,
 )
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.following import Following
@@ -135,8 +136,9 @@ class Agreement:
             attempt = self.attempts.number
             outcome = await self._attempt(last, attempt, part)
             failed += outcome is not None and SHARED not in (outcome.digests or {})
-            if outcome is not None and (outcome.digests is None or failed == MAX_FAILED):
-                self._go_to(attempt + 1)
+            is_over = outcome is not None and (outcome.digests is None or failed == MAX_FAILED)
+            if is_over and self.chain.last.digest == last.digest:
+                self._go_to(max(attempt + 1, self.attempts.number))
                 return None
             if not self._is_over(last, attempt):
                 self.following.ask_next()
@@ -406,15 +408,15 @@ class Agreement:
             return self._post(peer, of.meeting)
         if of.entered.get(peer) == entered:
             return
-        new = [other for other in of.entered if other not in last.known and other != peer]
-        if peer not in last.known and last.round and len(new) >= max_strangers(len(last.voters)):
-            return  # guard: strangers-enter
         stated = self.attempts.of(entry.voted) if entry.voted is not None else None
         known = stated.proposals.get(entry.body) if stated is not None else None
-        if reason := self.voter.entry_fault(entered, known):
+        member = entered.member
+        if (reason := self.voter.entry_fault(entered, known)) or member is None:
             log.info("round %d: %s does not enter attempt %d: %s", entry.round, peer[-6:], attempt, reason)
-        elif len(of.entered) < MAX_MEMBERS:
+        elif len(of.entered) < MAX_MEMBERS and self._roster_of([member], last):  # guard: uninvited-entry
             of.entered[peer] = entered
+            for other in strangers(last, of.entered)[max_strangers(len(last.voters)) :] if last.round else ():
+                del of.entered[other]  # the first to come would keep all others out  # guard: strangers-enter
             self._changed.set()
 
     def _take_meeting(self, sender: str, meeting: Meeting) -> None:

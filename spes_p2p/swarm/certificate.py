@@ -413,7 +413,7 @@ def next_voters(
     Args:
         last: The last body.
         members: The roster.
-        confirmed: Members whose confirmation of `shared` is the certified one.
+        confirmed: Members whose result for `shared` is the certified one.
         removed: Voters that leave.
         min_peers: Members with which the run begins: certificate 1 makes up to this many voters.
     """
@@ -425,6 +425,8 @@ def next_voters(
     due = sorted((peer for peer, rounds in waiting.items() if rounds >= needed), key=lambda p: (-waiting[p], p))
     admitted = due[: max(room, 0)]  # guard: few-new-voters
     voters = (*(peer for peer in last.voters if peer not in removed), *admitted)
+    if last.round and set(members) <= set(last.voters):  # no other could come: nobody loses its place
+        waiting = {peer: rounds for peer, rounds in last.candidates.items() if peer not in removed}
     candidates = {peer: waiting[peer] for peer in sorted(waiting) if peer not in admitted}
     absent = {p: last.absent.get(p, 0) + 1 for p in last.voters if p not in members and p not in removed}
     return voters, candidates, absent

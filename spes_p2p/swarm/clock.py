@@ -1,4 +1,4 @@
-"""When a round ends: the DHT time that a proposer computes from a roster; and timeouts that adapt."""
+"""When a round ends: the DHT time that a leader computes from a roster; and timeouts that adapt."""
 
 from __future__ import annotations
 

@@ -131,8 +131,12 @@ class Entered(Document):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the roster's entry is there, and is the signed one."""
-        return self.member is not None and self.entry.member == digest_of(self.member)  # guard: entry-member
+        """Whether the roster's entry is there, is the signed one, and is of who signed it."""
+        return (
+            self.member is not None
+            and self.member.peer_id == self.entry.peer_id  # guard: entry-sender
+            and self.entry.member == digest_of(self.member)  # guard: entry-member
+        )
 
 
 class Meeting(Document):

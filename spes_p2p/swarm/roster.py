@@ -1,6 +1,6 @@
 """The roster of a round: its members' entries, and what every member derives from them identically.
 
-The leader of the matchmaking sends all entries to all members. Together with the body of the last certificate they say
+The leader of the meeting sends all entries to all members. Together with the body of the last certificate they say
 who averages what: no further message is needed to agree on the groups.
 """
 
@@ -14,11 +14,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
-from spes_p2p.errors import RecordError
-from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import MAX_REPLICATED, Batches, Body, MemberEntry, max_strangers, strangers
 from spes_p2p.swarm.invites import GuestList, ShownInvite
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -26,7 +24,6 @@ from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 log = logging.getLogger(__name__)
 
-MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
 MAX_STATED_LINKS = 128
 LINK_BYTES, MAX_LINKS_BYTES = 49, 2**17
@@ -85,23 +82,6 @@ class Member(Strict):
         if len(set(slots)) < len(slots):  # guard: entry-slots
             raise ValueError("a slot is named twice")
         return self
-
-    @classmethod
-    def decode(cls, peer_id: str, data: str | bytes) -> Member:
-        """Return the entry that a peer with this authenticated id has sent.
-
-        Raises:
-            RecordError: the entry is malformed or oversized, or names another peer.
-        """
-        if not isinstance(data, str | bytes) or len(data) > MAX_MEMBER_BYTES:
-            raise RecordError(f"{peer_id} sent no roster entry")
-        try:
-            member = cls.model_validate_json(data)
-        except ValidationError as error:
-            raise RecordError(f"{peer_id} sent a malformed roster entry: {problem_of(error)}") from error
-        if member.peer_id != peer_id:  # guard: entry-sender
-            raise RecordError(f"{peer_id} sent a roster entry of {member.peer_id}")
-        return member
 
 
 class Roster(tuple[Member, ...]):

@@ -315,7 +315,7 @@ def rounds(run: RunConfig, identity: Identity, speed: float) -> None:
         ready_at=now,
         sync_seconds=min(run.round.averaging_seconds, 3600.0),
     )
-    assert Member.decode(peer, member.model_dump_json()) == member and member.tokens == tokens
+    assert Member.model_validate_json(member.model_dump_json()) == member and member.tokens == tokens
     ends_at = round_end(run.round, 1, run.round_tokens, [member])
     assert now <= ends_at <= now + 3600 + run.round.max_seconds + 1
     assert datetime.datetime.fromtimestamp(ends_at, datetime.UTC)

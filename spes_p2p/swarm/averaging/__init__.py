@@ -1,1 +1,1 @@
-"""One averaging per round: matchmaking, partition, all-reduce, and the decision on what counts."""
+"""A round's mean: partition, encoding, all-reduce and audit."""

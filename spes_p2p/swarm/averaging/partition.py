@@ -208,7 +208,6 @@ class GroupPlan:
         weights: Weight of each member's contribution: its tokens times its aggregation weight.
         format: The vector's format.
         slices: Messages that each member reduces.
-        reachable: Members that every other can call, and so ask for a digest.
         delta_numel: Elements of the vector's delta, which has a residual; 0 if the format is exact.
         usual_tokens: Tokens that members of the roster usually train; 0 if unknown.
         replicas: Members without weight, which get the means after the others.
@@ -219,7 +218,6 @@ class GroupPlan:
     weights: tuple[float, ...]
     format: Format
     slices: list[list[Message]]
-    reachable: frozenset[str]
     delta_numel: int
     usual_tokens: float = 0.0
     replicas: frozenset[str] = frozenset()
@@ -245,7 +243,6 @@ class GroupPlan:
             weights=tuple(n * w for n, w in zip(capped, token_weights or [1.0] * len(capped), strict=True)),
             format=format,
             slices=slices(format, reduced_shares(uplinks)),
-            reachable=frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink),
             delta_numel=0 if format.is_exact else format.segments[0].numel,
             usual_tokens=usual_tokens,
             replicas=frozenset(replicas),

@@ -8,9 +8,11 @@ import pytest
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.swarm.attempts import Attempts
-from spes_p2p.swarm.certificate import Certificates, Goodbye, Result, Vote
+from spes_p2p.swarm.certificate import Certificates, Goodbye, Result, Vote, strangers
+from spes_p2p.swarm.part import Outcome, Part
 from spes_p2p.swarm.promises import MAX_WRITE_SECONDS, PromiseFile, Promises
-from spes_p2p.swarm.proposal import Entered, Lacking, Meeting, Proof, Proposal
+from spes_p2p.swarm.proposal import Entered, Lacking, Meeting, Proof, Proposal, digest_of
+from spes_p2p.swarm.roster import Roster
 from spes_p2p.swarm.statements import MAX_KEPT, WATCHED_ROUNDS
 from tests.support.agreement import ENDED, PEERS, RULES, Peer, Round, changed, digest, last_body, virtually
 
@@ -346,7 +348,7 @@ def test_what_is_said_of_far_attempts_takes_no_room():
     assert [number for number in range(40) if attempts.of(number) is not None] == list(range(12, 22))
 
 
-def test_few_strangers_enter_a_meeting_and_none_from_the_third_attempt_on():
+def test_few_strangers_enter_a_meeting_whoever_comes_first_and_none_from_the_third_attempt_on():
     round = Round()
 
     async def run(attempt, *peers):
@@ -355,8 +357,62 @@ def test_few_strangers_enter_a_meeting_and_none_from_the_third_attempt_on():
         peer.receive(*(round.entered(each, attempt) for each in peers))
         return set(peer.agreement.attempts.of(attempt).entered)
 
-    assert virtually(run(0, *NEW[:5], *VOTERS)) == {*NEW[:2], *VOTERS}
+    chosen = strangers(round.last, NEW[:5])[:2]
+    for order in (NEW[:5], NEW[4::-1]):
+        assert virtually(run(0, *order, *VOTERS)) == {*chosen, *VOTERS}
     assert virtually(run(2, *NEW[:2], *VOTERS)) == set(VOTERS)
+
+
+def test_who_is_not_invited_takes_no_newcomers_place():
+    round = Round()
+
+    async def run():
+        peer = Peer(round, round.last.leader(0))
+        peer.agreement._roster_of = lambda members, last: Roster((m for m in members if m.peer_id in VOTERS), last)
+        peer.receive(*(round.entered(each, 0) for each in (*NEW[:2], *VOTERS)))
+        return set(peer.agreement.attempts.of(0).entered)
+
+    assert virtually(run()) == set(VOTERS)
+
+
+def test_an_entry_with_the_roster_entry_of_another_does_not_count():
+    """It would name a voter twice in the roster, or stand for one that is away."""
+    round = Round()
+    other = round.member(VOTERS[0])
+    forged = Entered(entry=round.entry(NEW[0], 0, member=digest_of(other)), member=other)
+
+    async def run():
+        peer = Peer(round, round.last.leader(0))
+        peer.receive(forged)
+        return set(peer.agreement.attempts.of(0).entered)
+
+    assert not forged.is_whole and virtually(run()) == set()
+
+
+def test_a_round_that_is_decided_while_a_peer_averages_is_not_given_up():
+    """The next round opened in a later attempt, in which nobody else was."""
+    round = Round()
+    me, certificate = follower(round), round.certify(round.body(), VOTERS)
+
+    async def run():
+        peer = Peer(round, me)
+
+        async def average(roster, attempt):
+            peer.receive(Certificates(certificates=(certificate,)))
+            return Outcome(None)
+
+        loop = asyncio.get_running_loop()
+        loop.call_soon(peer.receive, round.meeting())
+        body = await peer.agreement.settle(Part(round.member(me), average, lambda: VOTERS, ENDED))
+        return body == certificate.body, peer.agreement.attempts.number
+
+    assert virtually(run()) == (True, 0)
+
+
+def test_a_round_of_voters_alone_costs_no_candidate_its_place():
+    last = last_body(candidates={NEW[0]: 1})
+    assert Round(last).body().candidates == {NEW[0]: 1}
+    assert Round(last, (*VOTERS, NEW[1])).body().candidates == {NEW[1]: 1}
 
 
 def test_a_peer_without_a_vote_that_voters_have_lost_is_out_for_eight_rounds():

@@ -5,10 +5,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import RoundConfig
-from spes_p2p.errors import RecordError
 from spes_p2p.swarm.averaging.partition import GroupPlan
 from spes_p2p.swarm.certificate import MemberEntry
 from spes_p2p.swarm.clock import clamp_tokens, round_end
@@ -42,8 +42,8 @@ def test_shared_is_averaged_with_all_members_and_slots_with_their_holders():
 
 def test_an_entry_names_each_slot_once():
     """One that named a slot twice made a roster that no voter may sign, in each attempt."""
-    with pytest.raises(RecordError, match="a slot is named twice"):
-        Member.decode(PEERS[0], member(0).model_copy(update={"slots": (1, 1)}).model_dump_json())
+    with pytest.raises(ValidationError, match="a slot is named twice"):
+        Member.model_validate_json(member(0).model_copy(update={"slots": (1, 1)}).model_dump_json())
 
 
 @given(st.permutations(range(5)))
@@ -171,19 +171,18 @@ def test_a_certificate_names_the_members_with_the_slots_that_they_averaged():
         {"starts": {"shared": [-1, "a" * 64]}},
         {"previous": ""},
         {"distrusts": [PEERS[1]] * (MAX_DISTRUSTED + 1)},
-        {"peer_id": PEERS[1]},
         {"ready_at": float("inf")},
         {"extra": 1},
     ],
 )
 def test_a_malformed_roster_entry_is_refused(change):
     entry = json.loads(member(0).model_dump_json()) | change
-    with pytest.raises(RecordError):
-        Member.decode(PEERS[0], json.dumps(entry))
+    with pytest.raises(ValidationError):
+        Member.model_validate_json(json.dumps(entry))
 
 
 def test_a_well_formed_roster_entry_survives_the_wire():
-    assert Member.decode(PEERS[0], member(0).model_dump_json()) == member(0)
+    assert Member.model_validate_json(member(0).model_dump_json()) == member(0)
 
 
 def test_the_round_ends_when_the_swarm_is_expected_to_reach_its_tokens():
@@ -271,7 +270,6 @@ def test_replicas_receive_a_slots_mean_and_neither_weigh_nor_reduce_nor_count_in
     format = Format([Segment(10**5, "int4")])
     plan = GroupPlan.in_roster(roster, roster.groups["slot-4"], format, roster.replicas["slot-4"])
     assert plan.senders == (0,) and plan.weights[1] == 0.0 and plan.slices[1] == [] and plan.is_sole
-    assert plan.reachable == {PEERS[0]}, "nobody waits for a replica's digest"
     assert [each.replicates for each in roster.entries] == [(), (4,), ()]
     astray = member(0, slots=(4,), starts={"slot-4": (3, "a" * 64)})
     assert roster_of(astray, replica).replicas == {}, "a replica starts from the certified version"
