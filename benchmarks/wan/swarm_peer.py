@@ -154,7 +154,7 @@ class SwarmPeer:
             raise ExchangeError(f"{len(result.roster)} of {expected} peers met, dropped: {dict(result.dropped)}")
         for name, mean in result.means.items():
             self._anchors[name] = self._anchors[name] - mean
-        self._swarm.settle(result, result.means)
+        self._swarm.keep_residuals(result, result.means)
         slots = [name for name in self._names if name != SHARED]
         forms = {name.kept: self._kept.encode(self._anchors[name]) for name in slots} if self._kept else {}
         self._swarm.publish(number + 1, self._anchors | forms)

@@ -365,7 +365,7 @@ class HivemindSwarm:
         linked = self._machine.links.connected_to(self._membership.last_read(Claim).keys())
         return stated_links(self.peer_id, linked, last)
 
-    def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
+    def keep_residuals(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         """Keep the residuals of a result's committed groups, and drop the others'; all if this peer fell behind."""
         tried, self._results = self._results, []  # whose means take memory
         averaged = next((each for made, each in tried if made is result), Averaged())
@@ -377,7 +377,7 @@ class HivemindSwarm:
             self._encoding.forget()
             self.exchange.server.release()
         if self._averaging is not None:
-            self._network.run(self._averaging.settle(averaged, committed), SETTLE_SECONDS)
+            self._network.run(self._averaging.keep_residuals(averaged, committed), SETTLE_SECONDS)
 
     def leave(self) -> None:
         """Tell the other voters that this peer takes part in no further round."""

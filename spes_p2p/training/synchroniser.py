@@ -222,7 +222,7 @@ class Synchroniser:
             self.anchors.set(name, self.swarm.mapped(name))
         self.num_committed = len({*own} & {*self.held.names})
         self.held.unloaded.update((*own, *self.held.names))  # the model has what was trained instead
-        self.swarm.settle(result, own)
+        self.swarm.keep_residuals(result, own)
 
     # ------------------------------------------------------------------ when a round ends
 

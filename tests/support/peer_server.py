@@ -103,7 +103,7 @@ def average(
     is_own = bool(own_tries)
     result, means, digests = (own_tries or tried or [(RoundResult(), {}, {})])[-1]
     own = [name for name, found in digests.items() if is_own and certified[name] == found]
-    swarm.settle(result, own)
+    swarm.keep_residuals(result, own)
     lost = {name: "the round's certificate names another version" for name in item.deltas if name not in own}
     return Outcome(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(RoundResult)}

@@ -120,7 +120,7 @@ class Averaging:
             roster: The members that met, the same on all of them.
             attempt: Number of the attempt at the round, from 0, the same on all of them.
             encoded: This peer's vectors of `shared` and of its slots, uint8, in the formats of the round after the
-                roster's; they must not change before `settle`.
+                roster's; they must not change before `keep_residuals`.
         """
         clock = asyncio.get_running_loop().time
         me, began, patience = self._network.peer_id, clock(), self._patience(roster.round + 1)
@@ -161,7 +161,7 @@ class Averaging:
         self._learn(groups, averaged, patience, learns=attempt == 0)
         return averaged
 
-    async def settle(self, averaged: Averaged, committed: Collection[VectorName]) -> None:
+    async def keep_residuals(self, averaged: Averaged, committed: Collection[VectorName]) -> None:
         """Keep the residuals of a result's committed groups; all are dropped if `shared` is not among them.
 
         Streams of the round are answered no more, so that its vectors leave memory.

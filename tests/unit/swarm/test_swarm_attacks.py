@@ -71,7 +71,7 @@ class Laboratory:
             swarm.agree(items[place], stage, expected=peers, closes_from=0.0)
             while swarm.last().round == round:  # it has taken part in no meeting
                 swarm.wait(1.0)
-            swarm.settle(results[place], results[place].means)
+            swarm.keep_residuals(results[place], results[place].means)
 
         self.world.run([partial(run, place) for place in range(count)])
         return results, sorted(items, key=lambda item: item.member.peer_id)

@@ -197,14 +197,14 @@ def test_all_members_get_the_bytes_that_one_process_makes_round_after_round(entr
                 for name, (start, error) in theirs.residuals.items():
                     assert mine.residuals[name][0] == start and torch.equal(mine.residuals[name][1], error)
                     here.peers[peer].errors[name][start : start + error.numel()] = error
-                here.call(here.peers[peer].averaging.settle(mine, groups))
+                here.call(here.peers[peer].averaging.keep_residuals(mine, groups))
 
 
 def test_residuals_end_with_a_round_that_does_not_commit():
     with swarm([member(peer) for peer in PEERS[:3]]) as here:
         first = here.average()
         for peer, each in first.items():
-            here.call(here.peers[peer].averaging.settle(each, []))
+            here.call(here.peers[peer].averaging.keep_residuals(each, []))
         again = here.average()
         assert all(torch.equal(first[peer].means[SHARED], again[peer].means[SHARED]) for peer in first)
 

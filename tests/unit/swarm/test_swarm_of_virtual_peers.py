@@ -187,7 +187,7 @@ def test_what_rounding_leaves_over_goes_with_later_rounds(world, seed, codec):
         means = [result.means["shared"] for result in results]
         assert torch.equal(means[0], means[1]) and torch.equal(means[0], means[2])
         for swarm, result in zip(swarms, results, strict=True):
-            swarm.settle(result, result.means)
+            swarm.keep_residuals(result, result.means)
         total, true = total + means[0], true + drift.mean(0)
         if round == 0:
             first_error = (total - true).norm().item()
@@ -201,7 +201,7 @@ def test_a_rounding_error_is_kept_only_of_what_was_committed(world, seed, is_com
     deltas = list(torch.randn(3, 300, generator=torch.Generator().manual_seed(seed)))
     first = average_at_once(world, swarms, deltas)
     for swarm, result in zip(swarms, first, strict=True):
-        swarm.settle(result, result.means if is_committed else ())
+        swarm.keep_residuals(result, result.means if is_committed else ())
     again = average_at_once(world, swarms, deltas)
     assert torch.equal(first[0].means["shared"], again[0].means["shared"]) != is_committed
     assert any(residual.whole().any() for residual in swarms[0].residuals().values()) == is_committed
