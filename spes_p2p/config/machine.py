@@ -77,6 +77,8 @@ class _ConfigSource(YamlConfigSettingsSource):
             return settings
         train, warmup = settings["run"]["train"], settings["run"]["train"].pop("warmup_rounds")
         if hasattr(self.settings_cls, "file_keys") or str(self.current_state.get("resume")).lower() == "true":
+            if self.settings_cls.model_fields["run"].default is not None:  # then what is left out counts as given
+                train["warmup_rounds"] = warmup
             return settings  # an amended or resumed run has its own
         with contextlib.suppress(TypeError, ValueError):  # of what is no number; it is refused with all settings
             ends = ("total", "schedule_rounds")

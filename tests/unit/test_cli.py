@@ -25,6 +25,7 @@ from spes_p2p.__main__ import COMMANDS
 from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_settings
 from spes_p2p.commands.early import refuse
 from spes_p2p.config import PeerConfig, RunConfig, commands
+from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.config.commands import AmendConfig, ClusterConfig, ExperimentConfig, HealthConfig, PlanConfig
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 
@@ -683,6 +684,12 @@ def test_the_warm_up_of_a_shipped_config_shrinks_with_the_run_in_one_line(comman
     monkeypatch.setenv("RANK", "1")  # of torchrun's processes, the first one says it
     caplog.clear()
     assert load_settings(command, words).run == run and not caplog.records
+
+
+def test_an_experiment_resumes_as_it_tells_at_its_end():
+    """Its shipped file had lost its warm-up, so the default's was taken for the user's choice, and refused."""
+    kept = load_settings(ExperimentConfig, []).run
+    check_kept_settings(load_settings(ExperimentConfig, ["--resume"]).run, [kept], Path("peer-0"))
 
 
 @pytest.mark.parametrize("command", [ExperimentConfig, PeerConfig, PlanConfig])
