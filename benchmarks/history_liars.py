@@ -209,7 +209,7 @@ class Inventing(Liar):
 
 
 class Concealing(Liar):
-    """Leads, shows nobody its proposal, and states later that it has voted for it.
+    """Leads, keeps its proposal to itself, and states later that it has voted for it.
 
     The proposal is well signed, but its round never ends (`ends_late`), or it leaves out what results it can.
     """

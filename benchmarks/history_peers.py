@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from spes_p2p.swarm.agreement import Agreement, Outcome, Part, Rules
+from spes_p2p.swarm.agreement import Agreement
 from spes_p2p.swarm.certificate import Body, Certificate, Certificates, check_certificate, roster_digest
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.part import Outcome, Part, Rules
 from spes_p2p.swarm.promises import Promises
 from spes_p2p.swarm.proposal import Proof
 from spes_p2p.swarm.roster import Member, Roster
@@ -300,7 +301,7 @@ class Node:
         return [peer for peer in known if not self.is_gone(peer)]
 
     async def average(self, roster: Roster, attempt: int) -> Outcome:
-        """Average if all reducers serve this peer, and nobody drops in; strangers reduce nothing."""
+        """Average if all reducers serve this peer, and no member drops in and out; strangers reduce nothing."""
         await asyncio.sleep(self.world.rng.uniform(0.5, 2.0))
         nodes, ids = self.world.nodes, {entry.peer_id for entry in roster.entries}
         reducers = ids & roster.last.known if roster.last is not None and roster.last.round else ids

@@ -425,7 +425,7 @@ def next_voters(
     due = sorted((peer for peer, rounds in waiting.items() if rounds >= needed), key=lambda p: (-waiting[p], p))
     admitted = due[: max(room, 0)]  # guard: few-new-voters
     voters = (*(peer for peer in last.voters if peer not in removed), *admitted)
-    if last.round and set(members) <= set(last.voters):  # no other could come: nobody loses its place
+    if last.round and set(members) <= set(last.voters):  # only voters could come: candidates keep their places
         waiting = {peer: rounds for peer, rounds in last.candidates.items() if peer not in removed}
     candidates = {peer: waiting[peer] for peer in sorted(waiting) if peer not in admitted}
     absent = {p: last.absent.get(p, 0) + 1 for p in last.voters if p not in members and p not in removed}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from spes_p2p.errors import AbsentError, ConfigError
-from spes_p2p.swarm.agreement import Agreement, Part, Rules
+from spes_p2p.swarm.agreement import Agreement
 from spes_p2p.swarm.certificate import (
     KNOWN_ROUNDS,
     Body,
@@ -24,6 +23,7 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.network import Network
+from spes_p2p.swarm.part import Part, Rules
 from spes_p2p.swarm.promises import PromiseFile
 from spes_p2p.swarm.roster import Member, Roster, invited
 from spes_p2p.swarm.wire import PeerWire, Wired, say_few
@@ -46,7 +46,6 @@ OTHERS_SECONDS = 2.0
 """Time that the others have once the first of them has answered."""
 LEAVE_SECONDS = 5.0
 """Longest time for a goodbye to reach the others."""
-T = TypeVar("T")
 
 
 class Consensus:
@@ -147,12 +146,6 @@ class Consensus:
         last = certificates[-1].body if certificates else None
         return last is not None and self._agreement.chain.has(last.round, last.digest)
 
-    def _call(self, work: Awaitable[T], seconds: float = CALL_SECONDS) -> T:
-        async def awaited() -> T:
-            return await work
-
-        return self._network.run(awaited(), seconds)
-
     # ------------------------------------------------------------------ what is decided
 
     def last(self) -> Body:
@@ -193,9 +186,9 @@ class Consensus:
             await asyncio.wait({self._deciding}, timeout=WAIT_SECONDS)
             return self._deciding.done()
 
-        self._call(begin())
+        self._network.run(begin(), CALL_SECONDS)
         assert self._deciding is not None
-        while not self._call(wait(), WAIT_SECONDS + CALL_SECONDS):
+        while not self._network.run(wait(), WAIT_SECONDS + CALL_SECONDS):
             if on_wait():
                 self._network.notify(self._deciding.cancel)  # type: ignore[arg-type]
                 return None
@@ -212,7 +205,7 @@ class Consensus:
             self._agreement.leave()
             await self._wire.sent(LEAVE_SECONDS)
 
-        self._call(leave())
+        self._network.run(leave(), CALL_SECONDS)
 
     def cut(self, round: int) -> None:
         """Forget all certificates after a round, because the user has chosen to go back to it."""
@@ -220,12 +213,12 @@ class Consensus:
         if chain.body_at(round) is None:
             raise ConfigError(f"there is no certificate of round {round} here; set --resume-round to a later one")
 
-        def go_back() -> None:
+        async def go_back() -> None:
             chain.cut(round)
             self._file.save(chain)
             self._agreement.go_back()
 
-        self._call(_later(go_back))
+        self._network.run(go_back(), CALL_SECONDS)
 
     # ------------------------------------------------------------------ what this peer has missed
 
@@ -244,7 +237,7 @@ class Consensus:
 
     def catch_up(self, seconds: float) -> None:
         """Ask some peers for what this one has missed, until they have nothing more to tell, for a bounded time."""
-        self._call(self._catch_up(seconds), seconds + CALL_SECONDS)
+        self._network.run(self._catch_up(seconds), seconds + CALL_SECONDS)
 
     async def _catch_up(self, seconds: float) -> None:
         loop, agreement = asyncio.get_running_loop(), self._agreement
@@ -277,7 +270,7 @@ class Consensus:
         Raises:
             AbsentError: no peer sent it, though the round is recent.
         """
-        self._call(self._find(recent, first), MAX_TRIED * GUIDE_SECONDS + CALL_SECONDS)
+        self._network.run(self._find(recent, first), MAX_TRIED * GUIDE_SECONDS + CALL_SECONDS)
 
     async def _find(self, recent: str, first: Collection[str]) -> None:
         round, _, digest = recent.partition(":")
@@ -316,10 +309,6 @@ class Consensus:
         agreement.go_back(is_chosen=False)
         if peer:
             agreement.following.ask(peer)
-
-
-async def _later(action: Callable[[], None]) -> None:
-    action()
 
 
 def _roster_of(guests: GuestList | None, members: list[Member], last: Body) -> Roster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from spes_p2p import __version__
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import block_hashes, to_bytes
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.agreement import Outcome, Part, Rules
 from spes_p2p.swarm.averaging.averaging import Averaged, Averaging, streams_per_peer
 from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import RoundResult, Staged, averaged_bytes, result_of
@@ -33,6 +31,7 @@ from spes_p2p.swarm.p2p.introductions import Links
 from spes_p2p.swarm.p2p.machine import Machine
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
+from spes_p2p.swarm.part import Outcome, Part, Rules
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record
 from spes_p2p.swarm.roster import Member, Roster, stated_links
 
@@ -43,7 +42,7 @@ MAX_NEW = 64
 CATCH_UP_SECONDS = 10.0
 """Longest that a peer waits for the certificates that it has missed."""
 SETTLE_SECONDS = 60.0
-"""Longest time for the event loop to keep a round's residuals, on a busy machine."""
+"""Longest time for the event loop to begin to average, or to keep a round's residuals, on a busy machine."""
 LINKS_REST_SECONDS = 300.0
 """Time after a failed attempt in which this peer, in client mode, reduces nothing."""
 MAX_NAMED = 8
@@ -319,13 +318,10 @@ class HivemindSwarm:
             outcome = await asyncio.to_thread(self._take, roster, averaged, contribution, met_at - began, stage)
             return Outcome(*outcome, averaged.lost) if outcome is not None else Outcome(None)
 
-        say_if_lost = partial(
-            self._membership.say_if_lost,
-            *(last.round, self.consensus.known(), self.now(), self._rounds.shrink_seconds),
-        )
+        known, waits_since = self.consensus.known(), self.now()
 
         def is_over() -> bool:
-            say_if_lost()
+            self._membership.say_if_lost(last.round, known, waits_since, self._rounds.shrink_seconds)
             return self._membership.is_stopped
 
         part = Part(member, average, lambda: {*expected} - lost, closes_from)

@@ -155,13 +155,6 @@ class Lacking(Document):
     peers: tuple[PeerId, ...] = Field(max_length=MAX_MEMBERS)
 
 
-def signers_of_proposal(proposal: Proposal) -> set[str]:
-    """Return the peers whose signatures a proposal carries."""
-    statements = [each for turn in proposal.turns for each in (turn.vote, *turn.entries)]
-    others = (*proposal.results, *proposal.goodbyes, *(proof.vote for proof in proposal.proofs))
-    return {each.peer_id for each in (*statements, *others)}
-
-
 def digest_of(member: Member) -> str:
     """Return the SHA-256 of a roster's entry, in hex."""
     return hashlib.sha256(member.model_dump_json().encode()).hexdigest()
@@ -335,7 +328,7 @@ def left_out(proposal: Proposal, last: Body, held: Collection[Result]) -> str:
     """Return what a body leaves out of results that a voter has had, and passed on, for long enough.
 
     A voter's result may not be missing, nor one without which a slot keeps its old version. Of two different results
-    of one peer none counts, and nobody refuses a body for that.
+    of one peer neither counts, and a body is not refused for that.
     """
     body, there = proposal.body, {result.peer_id for result in proposal.results}
     roster, listed = roster_digest(body.members), {member.peer_id for member in body.members}

@@ -1,4 +1,4 @@
-"""What one peer may sign: its promises, whom it may go on without, and why it refuses a proposal."""
+"""What one peer may sign: its promises, which voters it may go on without, and why it refuses a proposal."""
 
 from __future__ import annotations
 

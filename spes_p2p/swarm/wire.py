@@ -88,7 +88,7 @@ class Envelope(Document):
 
     keys: tuple[PublicKey, ...] = Field(default=(), max_length=MAX_MEMBERS)
     to: PeerId | None = None
-    """Whom to pass the message on to; its sender cannot reach that peer."""
+    """The peer to pass the message on to, which its sender cannot reach."""
     entered: Entered | None = None
     meeting: Meeting | None = None
     result: Result | None = None

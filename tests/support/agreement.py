@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from benchmarks.history_peers import HmacKeys
 from spes_p2p.sim.loop import VirtualLoop
-from spes_p2p.swarm.agreement import Agreement, Outcome, Part, Rules
+from spes_p2p.swarm.agreement import Agreement
 from spes_p2p.swarm.certificate import (
     Body,
     Certificate,
@@ -27,6 +27,7 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.swarm.part import Outcome, Part, Rules
 from spes_p2p.swarm.promises import Promises
 from spes_p2p.swarm.proposal import (
     Entered,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.swarm.agreement import Outcome, Part, Rules
-from spes_p2p.swarm.certificate import Body, SlotState
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.consensus import CERTIFICATES, Consensus
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
+from spes_p2p.swarm.part import Outcome, Part, Rules
 from spes_p2p.swarm.roster import Member, Roster
 
-RUN_ID = "run"
 RULES = Rules(
     min_peers=3,
     round_seconds=60.0,
@@ -28,19 +27,6 @@ RULES = Rules(
 SLOT = VectorName.of_slot(0)
 
 log = logging.getLogger(__name__)
-
-
-def start_of(voters: Sequence[str], num_slots: int = 1) -> Body:
-    """Return the body before the first round of a run in which all these peers vote."""
-    return Body(
-        run=RUN_ID,
-        founder=voters[0],
-        round=0,
-        previous=digest(RUN_ID.encode()),
-        ends_at=0.0,
-        voters=tuple(sorted(voters)),
-        slots=(SlotState(round=0),) * num_slots,
-    )
 
 
 class Decider:

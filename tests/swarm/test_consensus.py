@@ -12,8 +12,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from deciders import RUN_ID, Decider, start_of
+from deciders import Decider
 from hivemind.p2p import PeerID
+from peer_server import RUN_ID, start_of
 
 from spes_p2p.swarm.certificate import Point, Question
 from spes_p2p.swarm.p2p.channel import TEXT, DisconnectedError
@@ -32,7 +33,7 @@ def start(folder, name, addresses=(), **settings):
     voters = tuple(Identity(folder / voter / "key").peer_id for voter in NAMES)
     identity = Identity(folder / name / "key")
     node = Node(identity, RUN_ID, initial_peers=addresses)
-    return Decider(node, identity, folder / name / "consensus", start_of(voters), **settings)
+    return Decider(node, identity, folder / name / "consensus", start_of(voters, num_slots=1), **settings)
 
 
 def stop(peer):

@@ -26,7 +26,6 @@ from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.monitor.stores import open_store
 from spes_p2p.monitor.uploads import MANIFEST_FILE, StoredCheckpoints
 from spes_p2p.peer.restart import LEAST_SECONDS
-from spes_p2p.swarm.agreement import Outcome, Part
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import MANIFEST, TOKENIZER
@@ -35,6 +34,7 @@ from spes_p2p.swarm.manifest import Manifest, declare_manifest
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.part import Outcome, Part
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member, Roster
 from tests.unit.monitor.swarms import report

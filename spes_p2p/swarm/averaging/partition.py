@@ -93,7 +93,7 @@ def reduced_shares(uplinks: Sequence[float]) -> list[float]:
 def drawn_uplinks(peers: Sequence[str], uplinks: Sequence[float], attempt: int) -> list[float]:
     """Return the uplinks of the members that reduce in an attempt: from the third on of about half, others each time.
 
-    A reducer that sends members different means is named by nobody, and would make every attempt fail.
+    A reducer that sends members different means is never named, and would make every attempt fail.
     """
     if attempt < ALL_REDUCE:
         return list(uplinks)

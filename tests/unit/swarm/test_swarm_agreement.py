@@ -390,7 +390,7 @@ def test_an_entry_with_the_roster_entry_of_another_does_not_count():
 
 
 def test_a_round_that_is_decided_while_a_peer_averages_is_not_given_up():
-    """The next round opened in a later attempt, in which nobody else was."""
+    """The next round used to open here in a later attempt, which no other peer had entered."""
     round = Round()
     me, certificate = follower(round), round.certify(round.body(), VOTERS)
 

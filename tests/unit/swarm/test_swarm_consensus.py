@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deciders import RULES, RUN_ID, Decider, start_of
+from deciders import RULES, Decider
+from peer_server import RUN_ID, start_of
 
 from spes_p2p.errors import AbsentError, ConfigError
 from spes_p2p.sim.network import VirtualNetwork
@@ -37,7 +38,7 @@ class Run:
         self.peers: dict[str, Decider] = {}
         self.ids = {name: identity.peer_id for name, identity in identities.items()}
         self.keys = {name: IdentityKeys(identity) for name, identity in identities.items()}
-        self.start_body = start_of([self.ids[name] for name in voters])
+        self.start_body = start_of([self.ids[name] for name in voters], num_slots=1)
         self._folder, self._identities = folder, identities
 
     def start(self, name: str, *, client_mode: bool = False, **settings: Any) -> Decider:

@@ -11,8 +11,8 @@ from spes_p2p.swarm.proposal import (
     left_out,
     newest_vote,
     promises_in,
-    signers_of_proposal,
 )
+from spes_p2p.swarm.wire import signers
 from tests.support.agreement import PEERS, Round, changed, digest, last_body
 
 VOTERS = PEERS[:5]
@@ -26,7 +26,7 @@ def test_an_honest_proposal_has_no_fault_in_any_attempt():
     fresh = round.propose(3)
     assert [round.check(each) for each in (first, third, fresh)] == ["", "", ""]
     assert (third.attempt, third.is_repeated, fresh.is_repeated) == (4, True, False)
-    assert signers_of_proposal(third) == set(VOTERS)
+    assert signers(third) == set(VOTERS)
 
 
 def test_a_body_extends_the_last_certificate_of_its_run():

@@ -1,4 +1,4 @@
-"""Messages about a run's decisions on a virtual network: what passes, what strangers cost, and who waits for whom."""
+"""Messages about a run's decisions on a virtual network: what passes, what strangers cost, and what waits."""
 
 from __future__ import annotations
 
