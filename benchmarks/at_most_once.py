@@ -32,7 +32,7 @@ from spes_p2p.sim.network import VirtualNetwork, VirtualNode
 from spes_p2p.sim.peer import Dies, Leaves, VirtualMachine, VirtualPeer, VirtualSwarm
 from spes_p2p.swarm.averaging.encoding import Contribution
 from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
-from spes_p2p.swarm.certificate import Body, genesis
+from spes_p2p.swarm.certificate import MAX_SEATS, Body, genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.training.build import build_initial
 from spes_p2p.training.loss_gate import public_text
@@ -214,7 +214,8 @@ def history(
     network, brought, peers = VirtualNetwork(seed), Brought(), dict[str, Peer]()
     present = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(num_peers)]
     founder = present[0]  # it alone can certify the first round
-    genesis_body = genesis("run", founder, "0" * 64, run.num_slots)
+    friends = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(1, MAX_SEATS)]
+    genesis_body = genesis("run", founder, "0" * 64, run.num_slots, friends)
     speeds: dict[str, float] = {}
 
     def life(peer_id: str, start: float, fate: str, end: float) -> Callable[[], None]:

@@ -87,7 +87,7 @@ async def _measure(num_peers: int) -> dict[str, Any]:
     CountedNode.largest = 0
     history_peers.RULES = replace(history_peers.RULES, min_peers=min(num_peers, MAX_VOTERS))
     peers = [hashed_peer_id(f"{index}".encode()) for index in range(num_peers)]
-    world = World(0, random.Random(0), genesis("bytes", peers[0], hashed("manifest"), NUM_SLOTS))
+    world = World(0, random.Random(0), genesis("bytes", peers[0], hashed("manifest"), NUM_SLOTS, peers))
     nodes = world.nodes
     for peer in peers:
         nodes[peer] = CountedNode(world, peer)

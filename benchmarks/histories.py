@@ -64,7 +64,7 @@ async def history(seed: int, kind: str = "honest", only: str = "") -> dict[str, 
     good = [each.peer_id for each in honest if each.peer_id in head.voters and not each.agreement.voter.is_lost]
     # Without a majority, the rest goes on only if it is whole: no liar, no lost promises.
     rest = [peer for peer in head.voters if peer not in dead]
-    answers = 2 * len(good) > len(head.voters) if end != "massacre" else good == rest and bool(rest)
+    answers = head.is_quorum(good) if end != "massacre" else good == rest and bool(rest)
     began = world.now
     await _run(QUIET_SECONDS, lambda: all(node.last.round > head.round + 2 for node in honest))
     healed = world.now - began
@@ -89,7 +89,7 @@ def _begin(seed: int, kind: str, only: str, rng: random.Random) -> tuple[World, 
     """Start a swarm; return it with its peers and the lie of each."""
     num = rng.randint(3, 9)
     peers = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(num)]
-    world = World(seed, rng, genesis("histories", peers[0], hashed("manifest"), NUM_SLOTS))
+    world = World(seed, rng, genesis("histories", peers[0], hashed("manifest"), NUM_SLOTS, peers))
     faulty = set(rng.sample(peers[1:], (num - 1) // 4)) if kind == "honest" else set()
     faulty = {rng.choice(peers[1:])} if kind == "twice" else faulty
     names = sorted(PROVEN if kind == "twice" else LIARS)

@@ -47,7 +47,8 @@ class Cut:
 async def swarm(num: int, seed: int) -> World:
     """Start a swarm; return it once all of its peers are voters."""
     peers = [hashed_peer_id(f"cut {seed}:{index}".encode()) for index in range(num)]
-    world = World(seed, random.Random(f"cut {num} {seed}"), genesis("cuts", peers[0], hashed("manifest"), NUM_SLOTS))
+    start = genesis("cuts", peers[0], hashed("manifest"), NUM_SLOTS, peers)
+    world = World(seed, random.Random(f"cut {num} {seed}"), start)
     for peer in peers:
         world.nodes[peer] = Node(world, peer)
         world.nodes[peer].start()

@@ -13,8 +13,8 @@ from spes_p2p.swarm.certificate import (
     Question,
     Result,
     Vote,
+    is_certified,
     make_body,
-    required_votes,
     roster_digest,
     vote_for,
 )
@@ -335,7 +335,7 @@ class Twice(Liar):
             return
         votes = self.votes[vote.body]
         votes |= {vote.peer_id: vote.signature, self.peer_id: other.vote.signature}
-        if len(votes) >= required_votes(last, other.body):
+        if is_certified(other.body, last, votes):
             certificate = Certificate(body=other.body, attempt=other.attempt, signatures=dict(votes))
             for peer in self.peers():
                 super().post(peer, Certificates(certificates=(certificate,)))

@@ -169,15 +169,18 @@ def scratch_path(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def write_atomic(file: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def write_atomic(file: Path, *, durable: bool = True, is_private: bool = False) -> Iterator[BinaryIO]:
     """Open a stream whose bytes replace `file` when the block succeeds, and are dropped when it raises.
 
     Args:
         file: The file to write, in a folder that exists.
         durable: Sync the bytes to disk first, so that a power cut leaves the old file or the new one.
+        is_private: Let no other user read it.
     """
     with scratch_path(file) as scratch:
         with scratch.open("wb") as stream:
+            if is_private:
+                os.fchmod(stream.fileno(), 0o600)  # guard: friends-link-private
             yield stream
             if durable:
                 stream.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,7 +34,7 @@ def main(config: AmendConfig) -> int:
         DataError: the folder is no peer's.
     """
     source, file = ModelFolder(config.folder), config.folder / REVISION_FILE
-    manifest, founder = source.manifest, _founder(config, source.manifest)
+    manifest, founder = source.manifest, founder_of(config.folder, config.identity, source.manifest)
     last = ChainFile(config.folder / CONSENSUS / CERTIFICATES, manifest.genesis(), IdentityKeys(founder)).load().last
     kept = {each.digest: each for each in kept_revisions(manifest, source.document, file)}
     newest, named = list(kept.values())[-1], last.revision
@@ -80,17 +81,22 @@ def changed(base: RunConfig, given: RunConfig) -> RunConfig:
         raise ConfigError(f"the changed settings are not possible: {explain(error)}") from error
 
 
-def _founder(config: AmendConfig, manifest: Manifest) -> Identity:
-    path = config.identity or config.folder / "identity.key"
+def founder_of(folder: Path, identity: Path | None, manifest: Manifest) -> Identity:
+    """Return the identity of a run's founder: a file, or that of the peer whose folder this is.
+
+    Raises:
+        ConfigError: there is none, or it is another peer's.
+    """
+    path = identity or folder / "identity.key"
     if not path.is_file():
         raise ConfigError(f"there is no identity {path}; name the founder's with --identity")
-    identity = Identity(path)
-    if identity.peer_id != manifest.founder:
+    found = Identity(path)
+    if found.peer_id != manifest.founder:
         raise ConfigError(
-            f"{path} is {identity.peer_id}'s, and only the founder {manifest.founder} can amend run "
-            f"{manifest.run_id!r}; name the founder's --output, or its identity.key with --identity"
+            f"{path} is {found.peer_id}'s, and only the founder {manifest.founder} of run {manifest.run_id!r} can do "
+            f"this; name the founder's --output, or its identity.key with --identity"
         )
-    return identity
+    return found
 
 
 def _say(number: int, old: RunConfig, new: RunConfig, last: Body) -> None:

@@ -17,17 +17,21 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from spes_p2p.config import PeerConfig
+from spes_p2p.config import JoinLink, PeerConfig
 from spes_p2p.config.commands import ClusterConfig
 from spes_p2p.config.launch import RANK_VARIABLES, Place, place_of
 from spes_p2p.errors import ConfigError, JoinError, SpesError
 from spes_p2p.fs import write_atomic
+from spes_p2p.monitor.model_folder import ModelFolder
 from spes_p2p.peer import life, restart
-from spes_p2p.peer.joining import kept
+from spes_p2p.peer.joining import FRIENDS_FILE, kept, write_friends_link
 from spes_p2p.peer.output_dir import can_resume
+from spes_p2p.swarm.certificate import MAX_SEATS
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +61,11 @@ def main(config: ClusterConfig) -> int:
         log.info("the run is finished, as %s says", folder.path / FINISHED)
         return 0
     if others:
-        peer = peer.model_copy(update={"initial_peers": others, "run": None})
+        invite = folder.path / FRIENDS_FILE
+        given = {"invite": str(invite)} if invite.exists() and not peer.invite else {}
+        peer = peer.model_copy(update={"initial_peers": others, "run": None} | given)
     try:
-        code = life.run(peer, folder.publish, pids)
+        code = life.run(peer, partial(folder.publish, peer), pids)
     except restart.DaemonDied as died:
         os.environ.update(environment)
         restart.restart(peer, died, num_ranks=place.num_ranks)
@@ -197,8 +203,12 @@ class Rendezvous:
                 said = now
             pause.wait(POLL_SECONDS)
 
-    def publish(self, addresses: Sequence[str]) -> None:
-        """Tell the other nodes by which addresses they join this one."""
+    def publish(self, peer: PeerConfig, addresses: Sequence[str]) -> None:
+        """Tell the other nodes by which addresses they join this one, and, if it is the founder's, how they vote."""
+        if (friends := peer.output / FRIENDS_FILE).exists():  # all nodes are the user's own
+            founder = IdentityKeys(Identity(peer.identity or peer.output / "identity.key"))
+            link, manifest = JoinLink.parse(friends.read_text()), ModelFolder(peer.output).manifest
+            write_friends_link(self.path / FRIENDS_FILE, link, founder, manifest.digest, MAX_SEATS - 1)
         if addresses:
             with write_atomic(self._addresses / self._name) as file:
                 file.write("".join(f"{address}\n" for address in addresses).encode())

@@ -54,10 +54,8 @@ def refuse(config: BaseSettings) -> None:
             check_checkpoint(config.checkpoint)
         case of.PlanConfig(start_from=Path() as folder) | of.UpcycleConfig(source=folder):
             check_checkpoint(folder, "give --from a folder written by save_pretrained")
-        case of.AmendConfig():
+        case of.AmendConfig() | of.InviteConfig():
             _check_kept(config.folder)
-        case of.InviteConfig():
-            check_identity(config.identity)
         case of.SimulateConfig():
             read_settings(config.study, "sweep")
         case of.TokenizeConfig():
@@ -97,12 +95,6 @@ def check_dataset(name: str) -> None:
         DataConfig(source="hub", name=name)
     except ValidationError as error:
         raise ConfigError(f"--dataset: {explain(error)}") from error
-
-
-def check_identity(path: Path) -> None:
-    """Raise ConfigError for a path without an identity."""
-    if not path.is_file():
-        raise ConfigError(f"there is no identity {path}; name the founder's, identity.key in its --output")
 
 
 def check_export(config: of.ExportConfig) -> None:

@@ -1,31 +1,33 @@
-"""`spes invite`: print invites to a closed run."""
+"""`spes invite`: print invites to a run."""
 
 from __future__ import annotations
 
 import time
 
-from spes_p2p.commands.early import check_identity
+from spes_p2p.commands.amend import founder_of
 from spes_p2p.config.commands import InviteConfig
 from spes_p2p.config.link import JoinLink
-from spes_p2p.errors import ConfigError
+from spes_p2p.monitor.model_folder import ModelFolder
+from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.presentation import say
 from spes_p2p.swarm.invites import issue
-from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.identity import IdentityKeys
 
 DAY_SECONDS = 86_400
 
 
 def main(config: InviteConfig) -> int:
-    """Print the invites."""
-    check_identity(config.identity)
-    founder = Identity(config.identity)
-    if config.founder not in (None, founder.peer_id):
-        raise ConfigError(f"{config.identity} is {founder.peer_id}'s, not the founder's, {config.founder}")
-    link = JoinLink.parse(config.link) if config.link is not None else None
-    if link is not None and (link.run_id, link.founder) != (config.run_name, founder.peer_id):
-        raise ConfigError(f"--link is of {link.run_id}@{link.founder}, not of {config.run_name}@{founder.peer_id}")
+    """Print links to the run that have the invites in them; invites alone if the folder has no link.
+
+    Raises:
+        ConfigError: the identity is not the founder's.
+        DataError: the folder is no peer's.
+    """
+    manifest, file = ModelFolder(config.folder).manifest, config.folder / LINK_FILE
+    keys = IdentityKeys(founder_of(config.folder, config.identity, manifest))
+    link = JoinLink.parse(file.read_text()) if file.exists() else None
     expires = int(time.time()) + config.days * DAY_SECONDS
     for _ in range(config.count):
-        invite = issue(founder, config.run_name, expires)
+        invite = issue(keys, manifest.digest, expires, places=config.places, votes=config.votes)
         say(invite if link is None else link.model_copy(update={"invite": invite}).encode())
     return 0

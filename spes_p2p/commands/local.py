@@ -38,7 +38,7 @@ from spes_p2p.fs import write_atomic
 from spes_p2p.monitor.events import METRICS_FILE, read_events
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer import life
-from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
+from spes_p2p.peer.joining import ADDRESS_FILE, FRIENDS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output, delete
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
@@ -379,8 +379,10 @@ class Experiment:
                 raise SpesError(f"the first peer did not start within {START_SECONDS:.0f} s; see {founder.log}")
             founder.wait(POLL_SECONDS)
         address = address_file.read_text().strip()
+        friends = [file for index in range(self._config.peers) if (file := self._folder(index) / FRIENDS_FILE).exists()]
+        invite = ["--invite", str(friends[0])] if friends else []
         for index in others:
-            self._start_peer(index, ["--initial-peers", address])
+            self._start_peer(index, ["--initial-peers", address, *invite])
         self._monitor = self._start_monitor(address)
         return (self._folder(first) / LINK_FILE).read_text().strip()
 

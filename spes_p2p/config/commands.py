@@ -299,19 +299,23 @@ class TokenizeConfig(CommandConfig):
     log_level: LogLevel = "info"
 
 
-class InviteConfig(CommandConfig, NamedRun):
-    """Print invites to a run that was founded with --run.invite-only, one a line."""
+class InviteConfig(CommandConfig):
+    """Print invites to a run, one a line: to train, if it was founded with --run.invite-only, or also to vote."""
 
     model_config = SettingsConfigDict(env_prefix="SPES_INVITER_", cli_prog_name="spes invite")
 
-    identity: Path
-    """The founder's identity file."""
+    folder: CliPositionalArg[Path]
+    """The --output of the founder's peer, which may be running; of another peer with --identity."""
+    identity: Path | None = None
+    """The founder's identity file, if it is not in that folder."""
+    votes: bool = False
+    """Let those who are invited vote: a majority of the voters decides what counts."""
     count: PositiveInt = 1
-    """Number of invites. Each serves two identities of one volunteer."""
+    """Number of invites."""
+    places: Annotated[int, Field(ge=1, le=255)] = 1
+    """Machines that may use each invite."""
     days: Annotated[int, Field(ge=1, le=3650)] = 30
     """Days for which they are valid."""
-    link: str | None = None
-    """Link to the run. With it, links for `spes join` are printed that have the invites in them."""
     log_level: str = "warning"
     """Least severe event to log."""
 

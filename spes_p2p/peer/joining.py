@@ -8,6 +8,7 @@ import logging
 import re
 import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,10 +37,12 @@ from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_bytes, shortag
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
-from spes_p2p.presentation import say_qr, size_text
+from spes_p2p.presentation import say, say_qr, size_text
+from spes_p2p.swarm.certificate import Keys
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.consensus import PROMISES
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.invites import is_invite, issue
 from spes_p2p.swarm.manifest import (
     REVISION_FILE,
     Manifest,
@@ -76,6 +79,10 @@ ANY_MEMORY = 2**60
 ADDRESS_FILE = "address"
 """In a peer's output: a multiaddr that others join by, there once the peer is in the swarm."""
 LINK_FILE = "link"
+FRIENDS_FILE = "friends_link"
+"""The founder's link for those who may vote."""
+FRIENDS_SECONDS = 30 * 86_400
+"""Time for which that link gives a vote."""
 """In a peer's output: the run's link, there at the same time."""
 
 
@@ -315,8 +322,8 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, foun
     setup = Setup.of(run, config, manifest.vocab_size, num_ranks=ranks.world_size, on_gpu=on_gpu)
     max_slots = _max_slots(config, size, setup)
     anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
-    guests = guest_list(swarm, manifest, config.invite or "")
-    if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
+    guests = guest_list(swarm, manifest, own_invite(config.invite or ""))
+    if guests.is_closed and not guests.shown and swarm.peer_id != manifest.founder:
         raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
     if not link_addresses(swarm):
         raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
@@ -345,7 +352,8 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, foun
     revisions.look()
     _say_what(swarm, manifest, size, max_slots, config)
     _say_cost(swarm, size, min(max_slots, run.num_slots), setup, config)
-    _say_link(config, write_link(config.output, swarm, manifest), config.flags_of_others(run), founds=founds)
+    link = write_link(config, swarm, manifest)
+    _say_link(config, link, config.flags_of_others(run), founds=founds)
     if (data_seed := config.data_seed) is None:
         data_seed = int.from_bytes(hashlib.sha256(swarm.peer_id.encode()).digest()[:4], "big")
     return Joined(swarm, Admission(manifest, revisions.run, data_seed), revisions, max_slots)
@@ -370,6 +378,10 @@ def _say_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -
     log.info("others join with: spes join %s%s", link.encode(), needs)
     if founds:
         say_qr(link.encode())
+    if (friends := config.output / FRIENDS_FILE).exists():
+        log.info("friends who join with the link in %s may vote; show it to nobody else", friends)
+        if sys.stdout.isatty():  # a log is no place for it
+            say(f"friends: spes join {friends.read_text().strip()}")
     addresses = " ".join(link.addresses)
     log.info("or, in full: spes peer --run-id %s --initial-peers %s%s", link.founded, addresses, needs)
 
@@ -379,17 +391,44 @@ def link_addresses(swarm: HivemindSwarm) -> list[str]:
     return [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
 
 
-def write_link(output: Path, swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:
-    """Write the run's link, which names a recent certificate; return it."""
+def own_invite(text: str) -> str:
+    """Return the invite that a text is, or that the file has which it names: alone, or in a link.
+
+    Raises:
+        ConfigError: the file has none.
+    """
+    if not text or is_invite(text):
+        return text
+    try:
+        word = Path(text).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError("--invite is neither an invite nor a file with one; ask the founder for another") from error
+    return word if is_invite(word) else JoinLink.parse(word).invite
+
+
+def write_link(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:
+    """Write the run's link, which names a recent certificate, and the founder's for friends; return the first."""
     link = JoinLink(
         run_id=manifest.run_id,
         founder=manifest.founder,
         addresses=tuple(link_addresses(swarm)),
         recent=swarm.consensus.recent(),
     )
-    with write_atomic(output / LINK_FILE) as stream:
+    with write_atomic(config.output / LINK_FILE) as stream:
         stream.write(f"{link.encode()}\n".encode())
+    if swarm.peer_id == manifest.founder:
+        places = max(1, manifest.config.round.min_peers - 1)
+        write_friends_link(config.output / FRIENDS_FILE, link, swarm.keys, manifest.digest, places)
     return link
+
+
+def write_friends_link(file: Path, link: JoinLink, founder: Keys, founding: str, places: int) -> None:
+    """Write a link for friends, so many of whom may vote; its invite stays the same as long as the file is there."""
+    expires = int(time.time()) + FRIENDS_SECONDS
+    kept = JoinLink.parse(file.read_text()).invite if file.exists() else ""
+    invite = kept or issue(founder, founding, expires, places=places, votes=True)
+    with write_atomic(file, is_private=True) as stream:
+        stream.write(f"{link.model_copy(update={'invite': invite}).encode()}\n".encode())
 
 
 def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:

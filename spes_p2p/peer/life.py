@@ -209,7 +209,7 @@ def _trainer(config: PeerConfig, ranks: Ranks, admission: Admission) -> tuple[Tr
 def _each_round(config: PeerConfig, joined: Joined) -> RunConfig | None:
     """Write the run's link with a recent certificate; return the settings if they have changed."""
     with contextlib.suppress(OSError, ValueError):  # a full disk, or no address now: the last link holds
-        write_link(config.output, joined.swarm, joined.admission.manifest)
+        write_link(config, joined.swarm, joined.admission.manifest)
     return joined.revisions.look()
 
 

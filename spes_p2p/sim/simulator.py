@@ -36,7 +36,7 @@ from spes_p2p.sim.attacks import AttackingSwarm, Spoiler
 from spes_p2p.sim.network import VirtualNetwork
 from spes_p2p.sim.peer import Leaves, VirtualMachine, VirtualPeer, VirtualSwarm
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.swarm.certificate import genesis
+from spes_p2p.swarm.certificate import MAX_SEATS, genesis
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
@@ -188,7 +188,8 @@ class _Simulation:
         self._network.delay = lambda sender, receiver: DELAY_SECONDS
         self._loop = self._network.loop
         run_id, founder = scenario.run_id, self._peer_id(scenario.founders[0])
-        self._genesis = genesis(run_id, founder, digest(run_id.encode()), self._run.num_slots)
+        seats = [self._peer_id(peer) for peer in range(scenario.peers)][:MAX_SEATS]
+        self._genesis = genesis(run_id, founder, digest(run_id.encode()), self._run.num_slots, seats)
         self._changed = asyncio.Event()
         """Set when peers that wait to join must look again."""
         self._peers: dict[int, VirtualPeer] = {}

@@ -29,14 +29,16 @@ from spes_p2p.swarm.certificate import (
     Result,
     Revision,
     Vote,
+    is_certified,
+    is_enough,
     known_peers,
     max_strangers,
-    required_votes,
     roster_digest,
     strangers,
 )
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.following import Following
+from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.part import LACKING_SECONDS, Outcome, Part, Rules, Wire
 from spes_p2p.swarm.promises import Promises
@@ -54,7 +56,7 @@ from spes_p2p.swarm.proposal import (
     newest_vote,
     promises_in,
 )
-from spes_p2p.swarm.roster import Member, Roster
+from spes_p2p.swarm.roster import Member, Roster, invited
 from spes_p2p.swarm.voter import Voter
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class Agreement:
         is_new: Whether this identity can have made no promise in this run yet.
         on_certificate: Told of each certificate that this peer follows. It must be durable on return, and replaces
             those of its round and later.
-        roster_of: Returns the roster of a meeting's members.
+        guests: Checks invites; None where none is asked for.
     """
 
     def __init__(
@@ -98,16 +100,16 @@ class Agreement:
         *,
         is_new: bool = False,
         on_certificate: Callable[[Certificate], None],
-        roster_of: Callable[[list[Member], Body], Roster] = Roster,
+        guests: GuestList | None = None,
     ) -> None:
         self._keys = keys
         self._wire = wire
         self._rules = rules
         self._on_certificate = on_certificate
-        self._roster_of = roster_of
+        self._guests = guests
         self._me = keys.peer_id
         self.following = Following(keys, wire, rules, chain, self._followed)
-        self.voter = Voter(keys, wire, rules, self.following, promises, save, is_new=is_new)
+        self.voter = Voter(keys, wire, rules, self.following, promises, save, is_new=is_new, guests=guests)
         self.revision = Revision()
         """The newest revision of the manifest that this peer has read."""
         self._statements = self.voter.statements
@@ -143,7 +145,7 @@ class Agreement:
             if not self._is_over(last, attempt):
                 self.following.ask_next()
                 # Ahead of a quorum it would be alone in its attempts: it enters this one again, and leads it again.
-                if self.attempts.of_quorum(self.voter.quorum) >= attempt:
+                if self.attempts.of_quorum(self.voter.is_quorum) >= attempt:
                     self._go_to(min(attempt + 1, MAX_ATTEMPT))
         found = self.chain.body_at(last.round + 1)
         return found if found is not None and found.previous == last.digest else None
@@ -266,7 +268,7 @@ class Agreement:
             return
         absent = self.voter.absent()
         promised = promises_in([each.entry for each in entered], last, absent)
-        if len(promised) < self.voter.quorum:
+        if not self.voter.is_quorum({each.peer_id for each in promised}):
             return
         entries = tuple(promised) if attempt else ()
         voted = NO_VOTE if absent else newest_vote(promised)
@@ -274,8 +276,8 @@ class Agreement:
             if each.proposal is not None and (each.proposal.attempt, each.proposal.body.digest) == voted:
                 turn = self.voter.turn(each.proposal.body, attempt, entries)
                 return self._offer(of, each.proposal.model_copy(update={"turns": (*each.proposal.turns, turn)}))
-        entered = self.attempts.without_lost(entered, len(last.voters) - len(absent))
-        of.roster = roster = self._roster_of([each.member for each in entered if each.member is not None], last)
+        entered = self.attempts.without_lost(entered, absent)
+        of.roster = roster = self._roster_of(entered, last)
         shown = [each.model_copy(update={"proposal": None}) for each in entered]
         of.meeting = Meeting(previous=last.digest, attempt=attempt, entered=tuple(shown))
         for each in entered:
@@ -294,7 +296,7 @@ class Agreement:
 
         def has_quorum() -> bool:
             promised = promises_in([each.entry for each in there.values()], last, self.voter.absent())
-            return len(promised) >= self.voter.quorum
+            return self.voter.is_quorum({each.peer_id for each in promised})
 
         def is_complete() -> bool:
             expected = {peer for peer in part.expected() if self._may_enter(peer, attempt)}
@@ -304,6 +306,9 @@ class Agreement:
         if not await self.until(is_complete, seconds):
             await self.until(has_quorum, 2 * self._slower * self._rules.meeting_seconds)
         return [there[peer] for peer in sorted(there)]
+
+    def _roster_of(self, entered: Sequence[Entered], last: Body) -> Roster:
+        return invited(Roster([each.member for each in entered if each.member is not None], last), self._guests)
 
     async def _collect(
         self, last: Body, attempt: int, held: Mapping[str, Sequence[Result]], roster: Roster
@@ -316,7 +321,7 @@ class Agreement:
 
         def has_enough() -> bool:
             done = {result.peer_id for result in results() if result.digests}
-            return self._me in done or 2 * len(done & set(last.voters)) > len(last.voters)
+            return self._me in done or is_enough(last, done)
 
         def has_all() -> bool:
             return {result.peer_id for result in results()} == set(members)
@@ -382,7 +387,7 @@ class Agreement:
     def _note_attempt(self, peer: str, attempt: int) -> None:
         """Follow the voters to a later attempt once a quorum is there."""
         self.attempts.state(peer, attempt)
-        newest = self.attempts.of_quorum(self.voter.quorum)
+        newest = self.attempts.of_quorum(self.voter.is_quorum)
         if newest > self.attempts.number:  # guard: attempt-quorum
             self._go_to(newest)
 
@@ -410,10 +415,9 @@ class Agreement:
             return
         stated = self.attempts.of(entry.voted) if entry.voted is not None else None
         known = stated.proposals.get(entry.body) if stated is not None else None
-        member = entered.member
-        if (reason := self.voter.entry_fault(entered, known)) or member is None:
+        if reason := self.voter.entry_fault(entered, known):
             log.info("round %d: %s does not enter attempt %d: %s", entry.round, peer[-6:], attempt, reason)
-        elif len(of.entered) < MAX_MEMBERS and self._roster_of([member], last):  # guard: uninvited-entry
+        elif len(of.entered) < MAX_MEMBERS and self._roster_of([entered], last):  # guard: uninvited-entry
             of.entered[peer] = entered
             for other in strangers(last, of.entered)[max_strangers(len(last.voters)) :] if last.round else ():
                 del of.entered[other]  # the first to come would keep all others out  # guard: strangers-enter
@@ -429,7 +433,7 @@ class Agreement:
             if not is_here or not each.is_whole or not each.entry.is_signed(self._keys):  # guard: false-entry
                 log.info("round %d: the meeting of %s has a false entry", last.round + 1, sender[-6:])
                 return
-        of.roster = self._roster_of([each.member for each in meeting.entered if each.member is not None], last)
+        of.roster = self._roster_of(meeting.entered, last)
         for each in meeting.entered:
             self._watch(each.entry)
             self._note_attempt(each.entry.peer_id, attempt)
@@ -519,7 +523,7 @@ class Agreement:
             return
         body = proposal.body
         voters = [p for p in last.voters if digest in of.votes[p]]
-        if len(voters) < required_votes(last, body):
+        if not is_certified(body, last, voters):
             return
         certificate = Certificate(
             body=body,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from spes_p2p.swarm.certificate import Body, Result, Vote
+from spes_p2p.swarm.certificate import Body, Result, Vote, is_enough
 from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.proposal import Entered, Meeting, Proposal
 from spes_p2p.swarm.roster import Roster
@@ -96,12 +97,13 @@ class Attempts:
         if peer in self._last.voters:
             self._stated[peer] = max(number, self._stated.get(peer, 0))
 
-    def of_quorum(self, quorum: int) -> int:
-        """Return the newest attempt that so many voters are in, or past, as far as this peer knows."""
+    def of_quorum(self, is_quorum: Callable[[Collection[str]], bool]) -> int:
+        """Return the newest attempt that a quorum is in, or past, as far as this peer knows."""
         stated = {**dict.fromkeys(self._last.voters, 0), **self._stated}
         if self._me in stated:
             stated[self._me] = self.number
-        return sorted(stated.values(), reverse=True)[quorum - 1]
+        attempts = sorted(set(stated.values()), reverse=True)
+        return next((each for each in attempts if is_quorum({p for p in stated if stated[p] >= each})), 0)
 
     # ------------------------------------------------------------------ members that were lost
 
@@ -110,17 +112,19 @@ class Attempts:
         self._lost.add(frozenset((peer, voter)))
         return 4 * sum(peer in link for link in self._lost) > len(self._last.voters)
 
-    def without_lost(self, entered: list[Entered], num_voters: int) -> list[Entered]:
-        """Return a meeting without one end of each lost link between voters, as long as a majority of them is left.
+    def without_lost(self, entered: list[Entered], absent: Collection[str]) -> list[Entered]:
+        """Return a meeting without one end of each lost link between voters, as long as enough of them are left.
 
         The voter with the most lost links goes first: one that reduces nothing, or that states to have lost others.
         """
         links = [link for link in self._lost if link <= set(self._last.voters)]
         while links:
             count = Counter(peer for link in links for peer in link)
-            worst = min(count, key=lambda peer: (-count[peer], peer))
-            rest = [each for each in entered if each.entry.peer_id != worst]
-            if 2 * sum(each.entry.peer_id in self._last.voters for each in rest) <= num_voters:
+            for worst in sorted(count, key=lambda peer: (-count[peer], peer)):
+                rest = [each for each in entered if each.entry.peer_id != worst]
+                if is_enough(self._last, {each.entry.peer_id for each in rest}, absent):
+                    break
+            else:
                 break
             entered, links = rest, [link for link in links if worst not in link]  # guard: lost-voters
         return entered

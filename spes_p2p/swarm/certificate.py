@@ -9,13 +9,14 @@ import hashlib
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
+from spes_p2p.swarm.invites import Invite, InviteId
 from spes_p2p.swarm.names import SHARED, SLOT
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
@@ -26,17 +27,15 @@ MAX_BATCHES = 2**24
 """Batches of shared data that a member can ask for."""
 MAX_TIMES_MEDIAN = 4
 """Largest request for data that counts, in medians of the voters' requests."""
-MAX_BANNED = 64
 MAX_REPLICATED = 128
 """Slots that one peer replicates."""
 MAX_SENT = 64
 """Certificates in one message."""
-CONFIRMED_ROUNDS = 3
-"""Certificates in a row that a member must have confirmed before it becomes a voter."""
+MAX_SEATS = 256
+GOODBYE_ROUNDS = 3
+"""Rounds for which a goodbye counts."""
 KNOWN_ROUNDS = 3
 """Last certificates of which one must know a peer, otherwise its records do not count."""
-FEW_VOTERS = 2
-"""Voters up to which one confirmed certificate is enough: a run with one voter ends when that one dies."""
 ABSENT_ROUNDS = 3
 """Rosters in a row that a voter must have missed before the others may remove it."""
 Attempt = Annotated[int, Field(ge=0, le=MAX_ATTEMPT)]
@@ -133,7 +132,7 @@ class Body(Document):
     """What a round changed. Its digest names it; signatures are no part of it, so that two collections of votes for
     one body do not fork the chain."""
 
-    protocol: Literal["c2"] = "c2"
+    protocol: Literal["c3"] = "c3"
     run: RunId
     founder: PeerId
     round: Count
@@ -145,12 +144,12 @@ class Body(Document):
     """The roster's members that averaged `shared`, by ascending peer id."""
     voters: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_VOTERS)  # guard: some-voter
     """Voters of the next round, those that have voted longest first."""
-    candidates: dict[PeerId, Count] = Field(default={}, max_length=MAX_MEMBERS)
-    """Certificates in a row that each other member has confirmed."""
+    seats: dict[PeerId, InviteId] = Field(default={}, max_length=MAX_SEATS)
+    """Peers that may vote, by the founder's invite; one that has left takes its seat again."""
     absent: dict[PeerId, Count] = Field(default={}, max_length=MAX_VOTERS)
     """Rosters in a row that each voter has missed."""
-    banned: tuple[PeerId, ...] = Field(default=(), max_length=MAX_BANNED)
-    """The last voters that were removed by proof, newest last; they do not become voters again."""
+    banned: tuple[PeerId, ...] = Field(default=(), max_length=MAX_SEATS)
+    """Voters that were removed by proof: their seats are taken for good."""
     shared: Digest | Literal[""] = ""
     slots: tuple[SlotState, ...] = Field(default=(), max_length=4096)
     """By slot."""
@@ -166,19 +165,22 @@ class Body(Document):
         """SHA-256 of the encoded body, in hex."""
         return hashlib.sha256(self.encode()).hexdigest()
 
-    @property
-    def quorum(self) -> int:
-        """Votes that certify a successor: more than half of this body's voters."""
-        return len(self.voters) // 2 + 1
+    def is_quorum(self, peers: Collection[str]) -> bool:
+        """Tell whether peers can certify a successor: they are more than half of this body's voters.
+
+        Of an even number the first voter counts one and a half, so of two friends one, always the same, can go on.
+        """
+        has_first = len(self.voters) % 2 == 0 and self.voters[0] in peers
+        return 2 * sum(peer in peers for peer in self.voters) + has_first > len(self.voters)  # guard: first-voter-more
 
     @cached_property
     def known(self) -> frozenset[str]:
-        """Voters and candidates; each other peer is a stranger."""
-        return frozenset((*self.voters, *self.candidates))
+        """The voters, and the last members."""
+        return frozenset((*self.voters, *(member.peer_id for member in self.members)))
 
     def is_stranger(self, peer: str) -> bool:
-        """Tell whether a peer is neither voter nor candidate; before the first certificate none is a stranger."""
-        return self.round > 0 and peer not in self.known
+        """Tell whether a peer is not known, and has no seat; before the first certificate none is a stranger."""
+        return self.round > 0 and peer not in self.known and peer not in self.seats
 
     @cached_property
     def _leaders(self) -> tuple[str, ...]:
@@ -260,7 +262,7 @@ class Goodbye(Statement):
 
     def counts(self, run: str, round: int) -> bool:
         """Tell whether this counts in a round of a run: it is too new to be of before a return."""
-        is_new = 0 <= round - self.round < CONFIRMED_ROUNDS  # guard: old-goodbye
+        is_new = 0 <= round - self.round < GOODBYE_ROUNDS  # guard: old-goodbye
         return is_new and self.run == run  # guard: goodbye-of-run
 
 
@@ -324,8 +326,11 @@ def vote_for(body: Body, attempt: int, peer_id: str) -> Vote:
     )
 
 
-def genesis(run: str, founder: str, manifest_digest: str, num_slots: int) -> Body:
-    """Return the body from which every chain of a run begins: the founder is the only voter."""
+def genesis(run: str, founder: str, manifest_digest: str, num_slots: int, seats: Iterable[str] = ()) -> Body:
+    """Return the body from which every chain of a run begins: the founder is the only voter.
+
+    Simulated peers have `seats` without an invite.
+    """
     return Body(
         run=run,
         founder=founder,
@@ -333,6 +338,7 @@ def genesis(run: str, founder: str, manifest_digest: str, num_slots: int) -> Bod
         previous=manifest_digest,
         ends_at=0.0,
         voters=(founder,),
+        seats=dict.fromkeys((founder, *seats), ""),
         slots=(SlotState(round=0),) * num_slots,
     )
 
@@ -387,49 +393,57 @@ def max_leaving(num_voters: int) -> int:
 
 
 def max_strangers(num_voters: int) -> int:
-    """Return how many members without any confirmed certificate a roster may have."""
+    """Return how many strangers a roster may have."""
     return max(2, num_voters // 4)
 
 
 def known_peers(*bodies: Body) -> set[str]:
-    """Return the peers that certificates know: their voters, candidates and members."""
-    return {
-        peer
-        for body in bodies
-        for peer in (*body.voters, *body.candidates, *(member.peer_id for member in body.members))
-    }
+    """Return the peers that certificates know."""
+    return {peer for body in bodies for peer in body.known}
 
 
 def strangers(last: Body, members: Iterable[str]) -> list[str]:
-    """Return the members that no certificate knows, in an order that follows from the last body, not from a choice."""
-    return sorted(set(members) - last.known, key=lambda peer: hashlib.sha256(f"{last.digest}:{peer}".encode()).digest())
+    """Return the members that are strangers, in an order that follows from the last body, not from a choice."""
+    return sorted(
+        set(members) - last.known - last.seats.keys(),
+        key=lambda peer: hashlib.sha256(f"{last.digest}:{peer}".encode()).digest(),
+    )
 
 
 def next_voters(
-    last: Body, members: Collection[str], confirmed: Collection[str], removed: Collection[str], min_peers: int
-) -> tuple[tuple[str, ...], dict[str, int], dict[str, int]]:
-    """Return the next round's voters, the candidates, and the rosters that each voter has missed in a row.
+    last: Body,
+    confirmed: Collection[str],
+    removed: Collection[str],
+    min_peers: int,
+    invites: Mapping[str, Invite],
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the next round's voters, and the seats.
+
+    Those that have a seat and confirm the certificate vote again, then those that show an invite to vote: a quarter of
+    the voters at most, but in certificate 1 as many members as the run begins with.
 
     Args:
         last: The last body.
-        members: The roster.
         confirmed: Members whose result for `shared` is the certified one.
         removed: Voters that leave.
-        min_peers: Members with which the run begins: certificate 1 makes up to this many voters.
+        min_peers: Members with which the run begins.
+        invites: Invites to vote, by the members that show them.
     """
-    waiting = {peer: last.candidates.get(peer, 0) + 1 for peer in confirmed if peer not in last.voters}
-    needed, room = CONFIRMED_ROUNDS if len(last.voters) > FEW_VOTERS else 1, max_leaving(len(last.voters))
-    if last.round == 0:
-        needed, room = 1, min_peers - 1
+    room = max_leaving(len(last.voters)) if last.round else min_peers - 1
     room = min(room, MAX_VOTERS - len(last.voters) + len(removed))
-    due = sorted((peer for peer, rounds in waiting.items() if rounds >= needed), key=lambda p: (-waiting[p], p))
-    admitted = due[: max(room, 0)]  # guard: few-new-voters
-    voters = (*(peer for peer in last.voters if peer not in removed), *admitted)
-    if last.round and set(members) <= set(last.voters):  # only voters could come: candidates keep their places
-        waiting = {peer: rounds for peer, rounds in last.candidates.items() if peer not in removed}
-    candidates = {peer: waiting[peer] for peer in sorted(waiting) if peer not in admitted}
-    absent = {p: last.absent.get(p, 0) + 1 for p in last.voters if p not in members and p not in removed}
-    return voters, candidates, absent
+    voters, seats = [peer for peer in last.voters if peer not in removed], dict(last.seats)
+    for peer in (*sorted(last.seats), *sorted(invites.keys() - last.seats.keys())):
+        if room <= 0:  # guard: few-new-voters
+            break
+        if peer not in confirmed or peer in last.voters:
+            continue
+        if peer not in seats:
+            if not invites[peer].has_place(seats) or len(seats) >= MAX_SEATS:  # guard: seat-places
+                continue
+            seats[peer] = invites[peer].id
+        voters.append(peer)
+        room -= 1
+    return tuple(voters), seats
 
 
 def make_body(
@@ -439,19 +453,22 @@ def make_body(
     *,
     ends_at: float,
     min_peers: int,
+    invites: Mapping[str, Invite] | None = None,
     removed: Collection[str] = (),
     guilty: Collection[str] = (),
     shrunk: Sequence[str] = (),
 ) -> Body | None:
-    """Return the body that these results justify, without the voters that are removed or proven guilty; None if
-    too few voters confirm one digest of `shared`, or no voter would be left."""
+    """Return the body that these results justify, with seats for those that members show invites to, and without the
+    voters that are removed or proven guilty; None if too few voters confirm one digest of `shared`, or no voter would
+    be left."""
     digest = confirmed_shared(last, results, shrunk)
     if not digest:
         return None
     confirmed = {each.peer_id for each in results if each.digests.get(SHARED) == digest}
     confirmed -= set(last.banned)  # guard: banned-for-good
     ids = [member.peer_id for member in members]
-    voters, candidates, absent = next_voters(last, ids, confirmed, {*removed, *guilty, *shrunk}, min_peers)
+    removed = {*removed, *guilty, *shrunk}
+    voters, seats = next_voters(last, confirmed, removed, min_peers, invites or {})
     if not voters:
         return None
     return Body(
@@ -462,9 +479,9 @@ def make_body(
         ends_at=ends_at,
         members=tuple(members),
         voters=voters,
-        candidates=candidates,
-        absent=absent,
-        banned=(*last.banned, *sorted(guilty))[-MAX_BANNED:],
+        seats=seats,
+        absent={p: last.absent.get(p, 0) + 1 for p in last.voters if p not in ids and p not in removed},
+        banned=(*last.banned, *sorted(guilty)),
         shared=digest,
         slots=decide_slots(last, members, results),
         shrunk=tuple(shrunk),
@@ -474,14 +491,21 @@ def make_body(
 
 
 def confirmed_shared(last: Body, results: Iterable[Result], shrunk: Collection[str] = ()) -> str:
-    """Return the digest of `shared` that more than half of the voters confirm; empty if none is.
+    """Return the digest of `shared` that enough voters confirm; empty if none is."""
+    confirmed: dict[str, set[str]] = defaultdict(set)
+    for each in results:
+        confirmed[each.digests.get(SHARED, "")].add(each.peer_id)
+    enough = (each for each, peers in confirmed.items() if is_enough(last, peers, shrunk))  # guard: shared-confirmed
+    return next(enough, "")
 
-    If voters are named absent, more than half of the others are needed.
-    """
-    voters = [peer for peer in last.voters if peer not in shrunk]
-    votes = Counter(each.digests.get(SHARED, "") for each in results if each.peer_id in voters)
-    digest, count = max(votes.items(), key=lambda item: item[1], default=("", 0))
-    return digest if 2 * count > len(voters) else ""  # guard: shared-confirmed
+
+def is_enough(last: Body, peers: Collection[str], shrunk: Collection[str] = ()) -> bool:
+    """Tell whether the results of some peers are enough for `shared`: of a quorum, or, if voters are named absent, of
+    more than half of the others."""
+    if not shrunk:
+        return last.is_quorum(peers)
+    rest = set(last.voters) - set(shrunk)
+    return 2 * len(rest & set(peers)) > len(rest)
 
 
 def newest_read(last: Body, results: Iterable[Result]) -> Revision:
@@ -489,14 +513,17 @@ def newest_read(last: Body, results: Iterable[Result]) -> Revision:
 
     A revision that fewer voters have read may be withheld from the others.
     """
-    stated = Counter(each.revision for each in results if each.peer_id in last.voters)  # guard: revision-voters
-    read = [revision for revision, count in stated.items() if count >= last.quorum]  # guard: revision-read
+    stated: dict[Revision, set[str]] = defaultdict(set)
+    for each in results:
+        stated[each.revision].add(each.peer_id)
+    read = [revision for revision, peers in stated.items() if last.is_quorum(peers)]  # guard: revision-read
     return max([last.revision, *read], key=lambda each: each.number)  # guard: newer-revision
 
 
-def required_votes(last: Body, body: Body) -> int:
-    """Return the votes that certify a body: a quorum, or those of all voters that it does not name absent."""
-    return len(last.voters) - len(body.shrunk) if body.shrunk else last.quorum
+def is_certified(body: Body, last: Body, peers: Collection[str]) -> bool:
+    """Tell whether the votes of some peers certify a body: of a quorum, or of all voters that it does not name
+    absent."""
+    return set(last.voters) - set(body.shrunk) <= set(peers) if body.shrunk else last.is_quorum(peers)
 
 
 # ---------------------------------------------------------------------- forks and proofs
@@ -512,11 +539,11 @@ def preferred(certificates: Iterable[Certificate]) -> Certificate:
 
 
 def check_shrunk(body: Body, last: Body) -> str:
-    """Return why the voters that a body names absent cannot be absent: they are half or more, and leave others."""
-    absent = set(body.shrunk)
-    is_half = absent < set(last.voters) and len(absent) == len(body.shrunk) and 2 * len(absent) >= len(last.voters)
-    if body.shrunk and not is_half:  # guard: real-half
-        return "it names as absent what is no half of the voters"
+    """Return why the voters that a body names absent cannot be absent: they leave others, which are no quorum."""
+    absent, rest = set(body.shrunk), [peer for peer in last.voters if peer not in body.shrunk]
+    is_named_once = absent < set(last.voters) and len(absent) == len(body.shrunk)
+    if body.shrunk and (not is_named_once or last.is_quorum(rest)):  # guard: real-half
+        return "it names voters absent without need"
     return ""
 
 
@@ -532,17 +559,19 @@ def check_certificate(certificate: Certificate, last: Body, keys: Keys) -> str:
         return "it does not extend the last certificate"
     if reason := check_shrunk(body, last):
         return reason
-    return _check_votes(certificate, last, required_votes(last, body), set(last.voters) - set(body.shrunk), keys)
+    return _check_votes(certificate, partial(is_certified, body, last), set(last.voters) - set(body.shrunk), keys)
 
 
 def check_skip(certificate: Certificate, trusted: Body, keys: Keys) -> str:
     """Return why a later certificate may not be taken over at once: more than half of the trusted voters must sign."""
     if certificate.body.round <= trusted.round or certificate.body.run != trusted.run:
         return "it is not later"
-    return _check_votes(certificate, trusted, trusted.quorum, set(trusted.voters), keys)
+    return _check_votes(certificate, trusted.is_quorum, set(trusted.voters), keys)
 
 
-def _check_votes(certificate: Certificate, last: Body, needed: int, voters: Collection[str], keys: Keys) -> str:
-    votes = [vote for vote in certificate.votes() if vote.peer_id in voters]
-    signed = sum(vote.is_signed(keys) for vote in votes) if len(votes) >= needed else len(votes)
-    return "" if signed >= needed else f"{signed} of {len(last.voters)} voters have signed, {needed} are needed"
+def _check_votes(
+    certificate: Certificate, is_certified: Callable[[Collection[str]], bool], voters: Collection[str], keys: Keys
+) -> str:
+    votes = {vote.peer_id: vote for vote in certificate.votes() if vote.peer_id in voters}
+    signed = {peer for peer in votes if votes[peer].is_signed(keys)} if is_certified(votes.keys()) else votes.keys()
+    return "" if is_certified(signed) else f"{len(signed)} of {len(voters)} voters have signed, which is too few"

@@ -25,7 +25,6 @@ from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.part import Part, Rules
 from spes_p2p.swarm.promises import PromiseFile
-from spes_p2p.swarm.roster import Member, Roster, invited
 from spes_p2p.swarm.wire import PeerWire, Wired, say_few
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Consensus:
         rules: The run's numbers.
         peers: Returns the peers that follow the run.
         is_gone: Tells whether a peer's lease has run out, as far as this peer knows.
-        guests: The invite list of a closed run; None in an open one.
+        guests: Checks invites; None where none is asked for.
         is_new: Whether this identity can have made no promise in this run yet.
         finds: Whether `find` is to come, and a peer without a chain follows none before.
 
@@ -103,7 +102,7 @@ class Consensus:
                 promises.save,
                 is_new=is_new,
                 on_certificate=lambda certificate: self._save(),
-                roster_of=partial(_roster_of, guests),
+                guests=guests,
             )
             if finds and not len(chain):
                 self._agreement.following.guide = network.peer_id
@@ -309,8 +308,3 @@ class Consensus:
         agreement.go_back(is_chosen=False)
         if peer:
             agreement.following.ask(peer)
-
-
-def _roster_of(guests: GuestList | None, members: list[Member], last: Body) -> Roster:
-    """Return the roster of those that met; the same on all of them."""
-    return invited(Roster(members, last), guests)

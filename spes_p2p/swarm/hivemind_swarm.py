@@ -101,6 +101,12 @@ class HivemindSwarm:
             self._membership.live_peers = self._machine.met_before()
 
     @property
+    def keys(self) -> PeerKeys:
+        """This peer's key, and the public keys of the others."""
+        assert self._keys is not None, "a peer signs what it states in a run"
+        return self._keys
+
+    @property
     def machine(self) -> Machine:
         """What keeps a real peer in touch with others."""
         assert self._machine is not None, "a virtual peer has no machine"
@@ -139,14 +145,13 @@ class HivemindSwarm:
             vectors: The vectors that the run averages and publishes.
             start: The run's genesis.
             max_slots: Largest number of slots that this peer may hold; 0 for a monitor, which does not average.
-            guests: The invite list of a closed run.
+            guests: Checks invites; None where none is asked for.
             is_new: Whether this peer founds the run now, and so has promised nothing in it yet.
             recent: Round and digest of a certificate; a peer that has no chain yet follows none without it.
 
         Raises:
             AbsentError: no peer has sent that chain.
         """
-        assert self._keys is not None, "a peer signs what it states in a run"
         self._rounds = rounds
         self._vectors = vectors
         self._encoding = DeltaEncoding(vectors.segments, self._directory)
@@ -158,7 +163,7 @@ class HivemindSwarm:
         self._network.run(self._averaging.serve(), SETTLE_SECONDS)
         self._consensus = Consensus(
             self._network,
-            self._keys,
+            self.keys,
             self._directory.with_name(FOLDER),
             start,
             rules_of(rounds, trains_alone=self._trains_alone),
@@ -196,7 +201,7 @@ class HivemindSwarm:
         if self._consensus is None:  # a message has come before it is there
             return []
         last, claims = self.consensus.last(), self._membership.last_read(Claim)
-        known = known_peers(last)
+        known = known_peers(last) | last.seats.keys()
         new = [peer for peer in claims if peer not in known]
         return [*sorted(known & claims.keys()), *strangers(last, new)[:MAX_NEW]]
 

@@ -264,22 +264,23 @@ def signed_manifest(document: bytes, run_id: str) -> Manifest:
     return manifest
 
 
-def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> GuestList | None:
-    """Return the invite list of a closed run, or None for an open run.
+def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> GuestList:
+    """Return what checks the invites to a run.
 
     Args:
         swarm: The swarm of a peer that has the manifest.
         manifest: The run's manifest.
-        invite: This peer's invite; empty for the founder and for a monitor.
+        invite: This peer's invite; empty without one.
 
     Raises:
         JoinError: the invite is not valid for this run.
     """
-    if not manifest.config.invite_only:
-        return None
+    swarm.keys.learn(manifest.public_key.encode())
     try:
-        shown = show(invite, manifest.run_id, swarm.peer_id) if invite else ""
-        guests = GuestList(manifest.run_id, manifest.founder, manifest.public_key, shown)
+        shown = show(invite, manifest.digest, swarm.peer_id) if invite else ""
+        guests = GuestList(
+            *(manifest.digest, manifest.founder, swarm.keys, shown), is_closed=manifest.config.invite_only
+        )
         if invite:
             guests.check(swarm.peer_id, shown, swarm.now())
     except RecordError as error:

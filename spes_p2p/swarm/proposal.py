@@ -31,15 +31,16 @@ from spes_p2p.swarm.certificate import (
     Vote,
     check_shrunk,
     decide_slots,
+    is_certified,
     make_body,
     max_leaving,
     max_strangers,
     removed_voters,
-    required_votes,
     roster_digest,
     strangers,
     vote_for,
 )
+from spes_p2p.swarm.invites import GuestList, ShownInvite
 from spes_p2p.swarm.records import Digest
 from spes_p2p.swarm.roster import Member
 
@@ -94,6 +95,8 @@ class Proposal(Document):
     """Of the attempt that made the body; then of each one that proposed it again, because it may be certified."""
     results: tuple[Result, ...] = Field(default=(), max_length=2 * MAX_MEMBERS)
     """From which the body follows; two of a member that has stated two."""
+    invites: dict[PeerId, ShownInvite] = Field(default={}, max_length=MAX_VOTERS)
+    """Shown by those that get a seat."""
     goodbyes: tuple[Goodbye, ...] = Field(default=(), max_length=MAX_VOTERS)
     """Of voters that the body removes, or names absent."""
     proofs: tuple[Proof, ...] = Field(default=(), max_length=MAX_VOTERS)
@@ -219,7 +222,7 @@ def counted_results(results: Iterable[Result]) -> list[Result]:
 # ---------------------------------------------------------------------- why something must not count
 
 
-def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -> str:
+def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int, guests: GuestList | None = None) -> str:
     """Return why a proposal must not be voted for, nor stated as voted for, whatever a voter knows by itself.
 
     Args:
@@ -227,6 +230,7 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
         last: Body of the last certificate.
         keys: The public keys of all who have signed something in it.
         min_peers: Members with which the run begins.
+        guests: Checks invites; None where no seat is given by one.
     """
     body = proposal.body
     if body.previous != last.digest or body.run != last.run:  # guard: body-extends
@@ -243,7 +247,7 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
         if reason := check_turn(turn, body, before, last, keys):
             return reason
         before = turn.vote.attempt, body.digest
-    return check_body(proposal, last, keys, min_peers)
+    return check_body(proposal, last, keys, min_peers, guests)
 
 
 def check_turn(turn: Turn, body: Body, before: tuple[int, str], last: Body, keys: Keys) -> str:
@@ -260,8 +264,8 @@ def check_turn(turn: Turn, body: Body, before: tuple[int, str], last: Body, keys
     if not attempt:
         return "" if not entries and before == NO_VOTE else "attempt 0 needs no entries"
     authors = {each.peer_id for each in promises_in(entries, last, body.shrunk) if each.attempt == attempt}
-    if len(authors) < required_votes(last, body) or len(authors) < len(entries):  # guard: entry-quorum
-        return f"{len(authors)} voters entered attempt {attempt}, {required_votes(last, body)} are needed"
+    if not is_certified(body, last, authors) or len(authors) < len(entries):  # guard: entry-quorum
+        return f"{len(authors)} voters entered attempt {attempt}, which is too few"
     if any(each.previous != last.digest for each in entries):
         return "an entry is of another round"
     if not all(each.is_signed(keys) for each in entries):
@@ -273,7 +277,7 @@ def check_turn(turn: Turn, body: Body, before: tuple[int, str], last: Body, keys
     return ""
 
 
-def check_body(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -> str:
+def check_body(proposal: Proposal, last: Body, keys: Keys, min_peers: int, guests: GuestList | None = None) -> str:
     """Return why a body does not follow from the last one and the proposal's results."""
     body, results, attempt = proposal.body, proposal.results, proposal.turns[0].vote.attempt
     listed = {member.peer_id for member in body.members}
@@ -291,6 +295,7 @@ def check_body(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -> st
         counted_results(results),
         ends_at=body.ends_at,
         min_peers=min_peers,
+        invites=guests.voting(proposal.invites, last.ends_at) if guests is not None else {},
         removed=removed,
         guilty=guilty,
         shrunk=body.shrunk,

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.swarm.certificate import MAX_REPLICATED, Batches, Body, MemberEntry, max_strangers, strangers
-from spes_p2p.swarm.invites import GuestList, ShownInvite
+from spes_p2p.swarm.invites import GuestList, Invite, ShownInvite
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
@@ -29,10 +29,8 @@ MAX_STATED_LINKS = 128
 LINK_BYTES, MAX_LINKS_BYTES = 49, 2**17
 """Size of a stated link, and of all that the members of one roster state: the leader sends every entry to every
 member."""
-PROBATION_ROUNDS = 3
-"""Rounds in a row that a peer must have confirmed before its tokens weigh as much as others'."""
-NEWCOMER_WEIGHT = 0.25
-"""Aggregation weight of a newcomer's tokens: identities are free, so a banned liar can return with a new one."""
+MAX_TIMES_MEDIAN = 4
+"""Largest number of tokens with which a peer that may not vote counts, in medians of the voters'."""
 MIN_VOTERS = 5
 """Members below which no vote excludes a member: of four, two could outvote one."""
 Start = tuple[Count, Digest]
@@ -72,7 +70,7 @@ class Member(Strict):
     links: tuple[PeerId, ...] = Field(default=(), max_length=MAX_STATED_LINKS)
     """Peers that a member in client mode is connected to."""
     invite: ShownInvite = ""
-    """Proof of the member's invite, in a closed run."""
+    """Proof of the member's invite."""
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
     """Peers that the member has banned on its own evidence."""
 
@@ -92,13 +90,18 @@ class Roster(tuple[Member, ...]):
     Args:
         members: Their entries.
         last: Body of the last certificate; None for an empty roster.
+        invites: The members' invites to vote.
     """
 
     last: Body | None
+    invites: Mapping[str, Invite]
 
-    def __new__(cls, members: Iterable[Member] = (), last: Body | None = None) -> Roster:
+    def __new__(
+        cls, members: Iterable[Member] = (), last: Body | None = None, invites: Mapping[str, Invite] | None = None
+    ) -> Roster:
         roster = super().__new__(cls, members)
         roster.last = last
+        roster.invites = invites or {}
         return roster
 
     @property
@@ -208,15 +211,24 @@ class Roster(tuple[Member, ...]):
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
-        """Aggregation weight of one token of each member: lower for those that have confirmed few rounds."""
-        last = self.last
-        if last is None or not last.round:
-            return {member.peer_id: 1.0 for member in self}
-        known = {peer for peer, rounds in last.candidates.items() if rounds >= PROBATION_ROUNDS} | set(last.voters)
-        return {
-            member.peer_id: 1.0 if member.peer_id in known else NEWCOMER_WEIGHT  # guard: newcomer-credit
-            for member in self
-        }
+        """Tokens with which each member's deltas count: those of peers that may not vote are bounded by the voters'.
+
+        Where fewer than five members have trained, each counts at most the lower median of the voters' tokens, and if a
+        voter has trained, all together at most as much as the voters; elsewhere each four times that median.
+        """
+        seats = dict(self.last.seats) if self.last is not None else {}
+        for peer in sorted(self.invites.keys() - seats.keys()):  # it has no seat yet
+            if self.invites[peer].has_place(seats):  # guard: invited-weight
+                seats[peer] = self.invites[peer].id
+        tokens = {member.peer_id: float(member.tokens) for member in self}
+        of_voters = sum(count for peer, count in tokens.items() if peer in seats)
+        is_small = sum(count > 0 for count in tokens.values()) < MIN_VOTERS
+        most = self.usual_tokens if is_small else MAX_TIMES_MEDIAN * self.usual_tokens
+        others = {p: min(count, most) for p, count in tokens.items() if p not in seats}  # guard: bounded-guests
+        if is_small and of_voters and sum(others.values()) > of_voters:  # guard: voters-half
+            share = of_voters / sum(others.values())
+            others = {peer: share * count for peer, count in others.items()}
+        return tokens | others
 
     @cached_property
     def _rates(self) -> Mapping[str, float]:
@@ -289,7 +301,7 @@ class Roster(tuple[Member, ...]):
 
     def without(self, peers: Collection[str]) -> Roster:
         """Return the roster that the other members would form."""
-        return Roster((member for member in self if member.peer_id not in peers), self.last)
+        return Roster((member for member in self if member.peer_id not in peers), self.last, self.invites)
 
     @cached_property
     def _voters(self) -> list[Member]:
@@ -328,13 +340,17 @@ def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, .
 
 
 def invited(roster: Roster, guests: GuestList | None) -> Roster:
-    """Return the roster of those that may take part in a closed run; the same on all members.
+    """Return the roster of those that may take part; the same on all members.
 
     Args:
         roster: Those that met.
-        guests: The run's invite list; None in an open run.
+        guests: Checks invites; None where none is asked for.
     """
-    if guests is None or not roster:  # guard: closed-roster
+    if guests is None or not roster:
+        return roster
+    shown = {member.peer_id: member.invite for member in roster if member.invite}
+    roster = Roster(roster, roster.last, guests.voting(shown, roster.last.ends_at if roster.last is not None else 0.0))
+    if not guests.is_closed:  # guard: closed-roster
         return roster
     shown = {member.peer_id: member.invite for member in roster}
     ever_invited = roster.without(guests.refusals(shown, now=0.0))

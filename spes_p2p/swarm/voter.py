@@ -19,6 +19,7 @@ from spes_p2p.swarm.certificate import (
     vote_for,
 )
 from spes_p2p.swarm.following import Following
+from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.part import Rules, Wire
 from spes_p2p.swarm.promises import Promises
@@ -50,6 +51,7 @@ class Voter:
         promises: What lies on disk of an earlier process; None if it is missing, copied or restored.
         save: Writes promises to disk; returns when they are durable.
         is_new: Whether this identity can have made no promise in this run yet.
+        guests: Checks invites; None where no seat is given by one.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Voter:
         save: Callable[[Promises], None],
         *,
         is_new: bool,
+        guests: GuestList | None = None,
     ) -> None:
         self._keys = keys
+        self._guests = guests
         self._me = keys.peer_id
         self._wire = wire
         self._rules = rules
@@ -157,7 +161,7 @@ class Voter:
         return self._wire.now() - opened > self._rules.shrink_seconds
 
     def absent(self) -> list[str]:
-        """Return the voters to go on without, half or more.
+        """Return the voters to go on without, if the others are no quorum.
 
         Those that have said goodbye; once the round stands also those that are gone, and those whose promises are lost.
         If there are no others, the first of these goes on alone.
@@ -168,13 +172,12 @@ class Voter:
             rest = [peer for peer in rest if not self._wire.is_gone(peer)]
             rest = [peer for peer in rest if peer not in self.forgetful] or rest[:1]
         absent = [peer for peer in voters if peer not in rest]
-        return absent if len(voters) > len(absent) >= len(voters) / 2 else []
+        return [] if not rest or self._following.chain.last.is_quorum(rest) else absent
 
-    @property
-    def quorum(self) -> int:
-        """Voters that must be there to certify the open round, as far as this peer knows."""
+    def is_quorum(self, peers: Collection[str]) -> bool:
+        """Return whether some peers can certify the open round, as far as this peer knows."""
         last, absent = self._following.chain.last, self.absent()
-        return len(last.voters) - len(absent) if absent else last.quorum
+        return set(last.voters) - set(absent) <= set(peers) if absent else last.is_quorum(peers)
 
     def can_lead(self, peer: str) -> bool:
         """Return whether a leader's meeting may come."""
@@ -207,12 +210,14 @@ class Voter:
         goodbyes = self.statements.goodbyes(last)
         removed = [] if absent else self._due_to_leave({member.peer_id for member in roster})
         guilty = [peer for peer in removed if peer in proofs]
+        shown = {member.peer_id: member.invite for member in roster if member.invite}
         body = make_body(
             last,
             roster.entries,
             counted_results(results),
             ends_at=ends_at,
             min_peers=self._rules.min_peers,
+            invites=self._guests.voting(shown, last.ends_at) if self._guests is not None else {},
             removed=removed,
             guilty=guilty,
             shrunk=absent,
@@ -224,6 +229,7 @@ class Voter:
                 body=body,
                 turns=(self.turn(body, attempt, entries),),
                 results=tuple(results),
+                invites={peer: shown[peer] for peer in body.seats if peer not in last.seats},
                 goodbyes=tuple(goodbyes[peer] for peer in absent or removed if peer in goodbyes),
                 proofs=tuple(proofs[peer] for peer in guilty),
             )
@@ -254,7 +260,7 @@ class Voter:
             return f"the next round would take {seconds:.0f} s"
         if not all(self.statements.counts(proof, last) for proof in proposal.proofs):  # guard: proposed-proof
             return "a proof is of a round long ago"
-        return check_proposal(proposal, last, self._keys, self._rules.min_peers)
+        return check_proposal(proposal, last, self._keys, self._rules.min_peers, self._guests)
 
     def entry_fault(self, entered: Entered, known: Proposal | None) -> str:
         """Return why an entry must not count: otherwise an invented vote could displace a certified body.

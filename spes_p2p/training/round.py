@@ -299,7 +299,7 @@ class TrainingLoop:
         if not self._has_end:
             return steps.num / self._run.round.steps_of(self._sync.round + 1)
         now, began = self._now(), steps.began_at
-        share = (now - began) / max(self._round_ends - began, 1e-3)
+        share = (now - began) / (self._round_ends - began) if now < self._round_ends else 1.0
         step_seconds = (now - began - steps.paused_seconds) / max(steps.num, 1)
         tolerance = PUNCTUAL * self._run.round.matchmaking_seconds
         return max(share, 1.0) if steps.num and now + step_seconds > self._round_ends + tolerance else share

@@ -136,7 +136,7 @@ class HeldSlots:
         }
         due = [peer for peer in (active - counted) & following if not self._missed[peer] & (self._missed[peer] - 1)]
         new = strangers(last, due)[: max_strangers(len(last.voters))]  # guard: waits-for-ghosts
-        return counted | set(new)
+        return counted | set(new) | (set(due) & last.seats.keys())
 
     def has_met(self, roster: Roster, expected: Collection[str]) -> None:
         """Note which peers a roster leaves out, and count the rosters in a row that each newcomer has missed."""

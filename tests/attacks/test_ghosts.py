@@ -88,7 +88,7 @@ def test_ghosts_cost_no_round_and_take_no_slot(tmp_path: Path, when: str, count:
             peer.wait_for(rf"round {last + 8}: 2 peers", after=seen if peer is founder else 0)
         body = last_certificate(tmp_path / "founder")
         assert slots_of(founder) | slots_of(joiner) == SLOTS, "a ghost's claim covers no slot"
-        assert isinstance(body, Body) and not set(ghosts) & {*body.voters, *body.candidates}
+        assert isinstance(body, Body) and not set(ghosts) & {*body.voters, *body.seats}
         dropped = [line for line in founder.lines[seen:] if re.search("dropped .*shared", line)]
         assert not dropped, "no round was lost"
         for peer in (founder, joiner):

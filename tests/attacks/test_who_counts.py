@@ -38,8 +38,8 @@ def spelled_out(change: dict[str, Any], body: Body) -> dict[str, Any]:
     made = {field: words.get(value, value) if isinstance(value, str) else value for field, value in change.items()}
     if "slots" in made:
         made["slots"] = tuple(slot.model_dump() for slot in slots)
-    if "candidates" in made:
-        made["candidates"] = dict.fromkeys(GHOSTS[:1], *made["candidates"].values())
+    if "seats" in made:
+        made["seats"] = {**body.seats, GHOSTS[0]: ""}
     return made
 
 

@@ -75,9 +75,15 @@ def last_body(voters: Sequence[str] = PEERS[:5], **changes: Any) -> Body:
         "previous": digest("round 19"),
         "ends_at": ENDED,
         "voters": tuple(voters),
+        "seats": dict.fromkeys(voters, ""),
         "slots": (SlotState(round=3, digest=digest("slot 0")), SlotState(round=0)),
     }
     return Body(**fields | changes)
+
+
+def members(*peers: str) -> tuple[MemberEntry, ...]:
+    """Return the members of a last body: peers that it knows."""
+    return tuple(MemberEntry(peer_id=peer, tokens=1) for peer in peers)
 
 
 @dataclass

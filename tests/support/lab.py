@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from history import History, Verdict
 from lab_peer import PHASES, Life, live
-from peer_processes import TINY, write_corpus, write_settings
+from peer_processes import TINY, friends_words, write_corpus, write_settings
 
 from spes_p2p.peer.joining import ADDRESS_FILE
 
@@ -77,6 +77,7 @@ class LabPeer:
             words += ["--initial-peers", *addresses]
         else:
             words += ["--config", self._folder / "run.yaml"]
+        words += friends_words(self._folder, words)
         if known:
             words.append("--resume" if (self.output / "checkpoint").exists() else "--overwrite")
         self.pipe, theirs = _processes.Pipe()

@@ -19,9 +19,14 @@ from pathlib import Path
 import psutil
 import yaml
 
+from spes_p2p.config import JoinLink
+from spes_p2p.monitor.model_folder import ModelFolder
+from spes_p2p.peer.joining import FRIENDS_FILE
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.chain import Link
 from spes_p2p.swarm.consensus import CERTIFICATES
+from spes_p2p.swarm.invites import issue
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_PROCESSES_MARK"
@@ -167,6 +172,20 @@ class Command:
         return code
 
 
+def friends_words(directory: Path, words: Sequence[str | Path]) -> list[str | Path]:
+    """Return the flags by which a peer votes in a run whose founder's folder is in a directory."""
+    if "--initial-peers" not in words or "--invite" in words:
+        return []
+    links = {file.parent: JoinLink.parse(file.read_text()) for file in sorted(directory.glob(f"*/{FRIENDS_FILE}"))}
+    called = [folder for folder, link in links.items() if {*link.addresses} & {*words}] or [*links]
+    if not called:
+        return []
+    founder, invite = IdentityKeys(Identity(called[0] / "identity.key")), called[0] / "many_friends"
+    if not invite.exists():
+        invite.write_text(issue(founder, ModelFolder(called[0]).manifest.digest, 2**31, places=32, votes=True))
+    return ["--invite", invite]
+
+
 class Commands:
     """Starts commands, and finds whatever is left of them."""
 
@@ -185,6 +204,7 @@ class Commands:
     def peer_words(self, name: str, *words: str | Path) -> list[str | Path]:
         common: list[str | Path] = ["--output", self._directory / name, "--cache", self._directory / "cache"]
         common += [] if "--host" in words else ["--host", "127.0.0.1"]  # tests stay on this machine
+        common += friends_words(self._directory, words)
         return ["peers/run_peer.py", *common, "--device", "cpu", "--threads", "1", *words]
 
     def alive(self) -> list[psutil.Process]:

@@ -54,6 +54,7 @@ def start_of(voters: Sequence[str], num_slots: int = NUM_SLOTS) -> Body:
         previous=digest(RUN_ID.encode()),
         ends_at=0.0,
         voters=tuple(sorted(voters)),
+        seats=dict.fromkeys(voters, ""),
         slots=(SlotState(round=0),) * num_slots,
     )
 

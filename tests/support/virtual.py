@@ -82,7 +82,7 @@ class World:
     def __init__(self, num_slots: int = 4, start: Body | None = None) -> None:
         self.network = VirtualNetwork()
         self.network.delay = lambda sender, receiver: DELAY_SECONDS
-        self.start = start or genesis("run", peer_id(0), digest(b"run"), num_slots)
+        self.start = start or genesis("run", peer_id(0), digest(b"run"), num_slots, map(peer_id, range(64)))
         self.swarms: list[VirtualSwarm] = []
         self._certificates: list[Certificate] = []
         self._folder = tempfile.TemporaryDirectory()
@@ -150,6 +150,7 @@ class World:
                 "round": last.round + 1,
                 "previous": last.digest,
                 "voters": tuple(voters) or last.voters,
+                "seats": dict.fromkeys(voters, "") or last.seats,
             }
             if last.round + 1 == round:
                 slots = list(last.slots)

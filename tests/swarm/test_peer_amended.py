@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked_commands import Forked, ForkServer
-from peer_processes import MARK, Commands, commands_in, last_certificate, write_corpus, write_settings
+from peer_processes import MARK, Commands, commands_in, friends_words, last_certificate, write_corpus, write_settings
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import amend
@@ -44,6 +44,7 @@ class World:
         common = ["--run-id", "amended", "--output", self.folder / name, "--cache", self.folder / "cache"]
         common += ["--text", self.text, "--threads", "1"]
         common += ["--device", "cpu", "--max-slots", "4"] if command == "peer" else ["--held-out-sequences", "4"]
+        common += friends_words(self.folder, words) if command == "peer" else []
         return self.server.start(command, [*common, *words])
 
     def address(self) -> str:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from forked_commands import Ended, Forked, ForkServer
 from lanes import sample
-from peer_processes import MARK, Commands, commands_in, files_of, free_port, write_corpus, write_settings
+from peer_processes import MARK, Commands, commands_in, files_of, free_port, friends_words, write_corpus, write_settings
 
 DATA_LOG = r"spes_p2p\.data\."
 # Nothing here may take longer; for unreachable peers that is what is promised.
@@ -52,6 +52,7 @@ class World:
     def start(self, *words: str | Path, output: Path | None = None, **environment: str) -> Forked:
         common = ["--cache", self.folder / "cache", "--device", "cpu", "--threads", "1"]
         common += [] if "--host" in words else ["--host", "127.0.0.1"]  # tests stay on this machine
+        common += friends_words(self.folder, words)
         return self.server.start("peer", ["--output", output or self.output, *common, *words], **environment)
 
     def found(self, output: Path, run_id: str, **changes: dict) -> Forked:

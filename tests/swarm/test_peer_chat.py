@@ -11,7 +11,7 @@ import pytest
 import torch
 from conversations import FORM, conversations, write_lines
 from forked_commands import ForkServer
-from peer_processes import MARK, Commands, commands_in
+from peer_processes import MARK, Commands, commands_in, friends_words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.config import ModelConfig
@@ -56,6 +56,7 @@ def test_two_peers_teach_a_style_and_the_exported_model_answers_in_it(commands: 
         def start(command: str, name: str, *words: str | Path):
             common = ["--run-id", "chat", "--output", tmp_path / name, "--cache", tmp_path / "cache", "--threads", "1"]
             alone = ["--host", "127.0.0.1", "--device", "cpu", "--max-slots", "2"] if command == "peer" else []
+            alone += friends_words(tmp_path, words) if command == "peer" else []
             return server.start(command, [*common, *alone, *words])
 
         settings = ["--run.round.mode", "steps", "--run.round.steps", str(STEPS), "--run.round.total", str(TOTAL)]

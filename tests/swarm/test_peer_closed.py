@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from peer_processes import Command, Commands, commands_in, write_corpus, write_settings
 
+from spes_p2p.config import JoinLink
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 SECONDS = 90.0
@@ -15,7 +17,16 @@ BARGE_IN = """
 import runpy
 import spes_p2p.peer.joining
 
-spes_p2p.peer.joining.guest_list = lambda *_: None
+guest_list = spes_p2p.peer.joining.guest_list
+
+
+def blind(*arguments):
+    guests = guest_list(*arguments)
+    guests.is_closed = False
+    return guests
+
+
+spes_p2p.peer.joining.guest_list = blind
 runpy.run_path("peers/run_peer.py", run_name="__main__")
 """
 
@@ -35,13 +46,13 @@ class Closed:
         return ["--text", self.folder / "corpus.jsonl"]
 
     def words(self, name: str) -> list[str | Path]:
-        return self.commands.peer_words(name, "--run-id", "closed", "--initial-peers", self.address, *self.text)
+        joins = ["--run-id", "closed", "--initial-peers", self.address, *self.text]
+        return [*self.commands.peer_words(name), *joins]  # without the link for friends
 
-    def invite(self, run_id: str = "closed") -> str:
-        key = self.folder / "founder" / "identity.key"
-        command = self.commands.start("scripts/invite.py", "--run-id", run_id, "--identity", key)
+    def invite(self) -> str:
+        command = self.commands.start("scripts/invite.py", self.folder / "founder")
         assert command.end(SECONDS) == 0, command.tail()
-        return command.lines[0]
+        return JoinLink.parse(command.lines[0]).invite
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +71,9 @@ def refusal(peer: Command) -> str:
 def test_whoever_has_no_invite_is_told_whom_to_ask(closed: Closed) -> None:
     words = closed.words("uninvited")
     assert "takes only invited peers; ask Qm" in refusal(closed.commands.start(*words))
-    wrong = closed.invite("another")
-    assert "did not sign for run 'closed'" in refusal(closed.commands.start(*words, SPES_INVITE=wrong))
+    fields = closed.invite().split(".")
+    wrong = ".".join([*fields[:3], "1", *fields[4:]])  # it says that it is one to vote
+    assert "did not sign for this founding" in refusal(closed.commands.start(*words, SPES_INVITE=wrong))
 
 
 def test_the_invited_take_part_and_whoever_barges_in_does_not(closed: Closed) -> None:

@@ -16,7 +16,7 @@ import torch
 import yaml
 from forked_commands import Ended, Forked, ForkServer
 from lanes import sample
-from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
+from peer_processes import MARK, Commands, commands_in, friends_words, saved_state, write_corpus, write_settings
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -51,7 +51,7 @@ class World:
         common = ["--run-id", "run", "--output", self.folder / name]
         common += ["--text", self.corpus, "--cache", self.folder / "cache", "--threads", "1"]
         if command == "peer":
-            common += ["--device", "cpu", "--host", "127.0.0.1"]
+            common += ["--device", "cpu", "--host", "127.0.0.1", *friends_words(self.folder, words)]
         return self.server.start(command, [*common, *words])
 
     def export(self, *words: str | Path) -> Ended:

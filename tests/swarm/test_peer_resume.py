@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 from forked_commands import Forked, ForkServer
-from peer_processes import MARK, Commands, commands_in, last_certificate, saved_state, write_corpus, write_settings
+from peer_processes import (
+    MARK,
+    Commands,
+    commands_in,
+    friends_words,
+    last_certificate,
+    saved_state,
+    write_corpus,
+    write_settings,
+)
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import amend
@@ -37,7 +46,7 @@ class World:
     def start(self, name: str, *words: str | Path) -> Forked:
         common = ["--output", self.folder / name, "--cache", self.folder / "cache", "--device", "cpu", "--threads", "1"]
         common += ["--run-id", "resume", "--text", self.corpus, "--seed-seconds", "0"]
-        return self.server.start("peer", [*common, *words])
+        return self.server.start("peer", [*common, *friends_words(self.folder, words), *words])
 
     def address(self, name: str) -> str:
         return (self.folder / name / "address").read_text().strip()

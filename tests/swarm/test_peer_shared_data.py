@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked_commands import Forked, ForkServer
-from peer_processes import MARK, Commands, commands_in, last_certificate, write_settings
+from peer_processes import MARK, Commands, commands_in, friends_words, last_certificate, write_settings
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.shards import TokenShards
@@ -63,7 +63,7 @@ class Peers:
     def start(self, name: str, *words: str | Path) -> Forked:
         common = ["--output", self._folder / name, "--cache", self._folder / "cache", "--device", "cpu"]
         common += ["--threads", "1", "--run-id", "shared", "--yes", "--data", self._data, "--max-slots", "2"]
-        peer = self._server.start("peer", [*common, *words])
+        peer = self._server.start("peer", [*common, *friends_words(self._folder, words), *words])
         self.running[name] = peer
         self._all[name].append(peer)
         return peer

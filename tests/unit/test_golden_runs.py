@@ -218,7 +218,7 @@ def lone_peer(
     network = VirtualNetwork()
     swarm = VirtualSwarm(network.node(peer_id(0), "run"), folder)
     sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3, machine=machine)
-    start, is_new = genesis("run", peer_id(0), "0" * 64, run.num_slots), not swarm.versions()
+    start, is_new = genesis("run", peer_id(0), "0" * 64, run.num_slots, map(peer_id, range(16))), not swarm.versions()
     swarm.enter(run.round, sync.anchors.vectors(), start, max_slots=3, is_new=is_new)
     initial = lambda: build_initial(run, VOCAB, sync.anchors, trainer.layouts)  # noqa: E731
     if not is_new:

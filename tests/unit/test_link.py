@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_folders import PeerFolder
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import invite
@@ -17,9 +18,11 @@ from spes_p2p.commands.join import as_peer
 from spes_p2p.config import MAX_ADDRESSES, JoinLink
 from spes_p2p.config.commands import InviteConfig, JoinConfig
 from spes_p2p.errors import ConfigError
+from spes_p2p.monitor.model_folder import ModelFolder
+from spes_p2p.peer.joining import LINK_FILE, own_invite, write_friends_link
 from spes_p2p.peer.output_dir import check_output
 from spes_p2p.swarm.invites import GuestList, show
-from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys, hashed_peer_id
 
 FOUNDER, OTHER = hashed_peer_id(b"founder"), hashed_peer_id(b"other")
 ADDRESSES = (f"/ip4/203.0.113.7/tcp/4001/p2p/{FOUNDER}", f"/dns4/peer.example.org/tcp/4001/p2p/{OTHER}")
@@ -188,16 +191,38 @@ def test_the_same_command_again_goes_on_where_it_was_interrupted(
 def test_a_link_with_an_invite_lets_one_word_join_a_closed_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    key = Identity(tmp_path / "identity.key")
-    link = LINK.model_copy(update={"founder": key.peer_id})
-    flags = ["--run-id", "my-run", "--identity", str(tmp_path / "identity.key"), "--count", "2"]
-    assert invite.main(load_settings(InviteConfig, [*flags, "--link", link.encode()])) == 0
+    keys = IdentityKeys(Identity(tmp_path / "identity.key"))
+    folder = PeerFolder(tmp_path, Identity(tmp_path / "identity.key")).folder
+    founding = ModelFolder(folder).manifest.digest
+    link = LINK.model_copy(update={"run_id": "run", "founder": keys.peer_id})
+    (folder / LINK_FILE).write_text(f"{link.encode()}\n")
+    assert invite.main(load_settings(InviteConfig, [str(folder), "--count", "2", "--votes"])) == 0
     one, another = (as_peer(load_settings(JoinConfig, [word])) for word in capsys.readouterr().out.split())
-    guests = GuestList("my-run", key.peer_id, key.public_key.decode())
+    guests = GuestList(founding, keys.peer_id, keys)
     for peer in (one, another):
-        assert (peer.run_name, peer.founder, tuple(peer.initial_peers)) == ("my-run", key.peer_id, ADDRESSES)
-        guests.check(OTHER, show(peer.invite or "", "my-run", OTHER), now=0.0)
+        assert (peer.run_name, peer.founder, tuple(peer.initial_peers)) == ("run", keys.peer_id, ADDRESSES)
+        assert guests.check(OTHER, show(peer.invite or "", founding, OTHER), now=0.0).votes
     assert one.invite != another.invite
-    for foreign in (LINK, link.model_copy(update={"run_id": "another"})):
-        with pytest.raises(ConfigError, match="--link is of"):
-            invite.main(load_settings(InviteConfig, [*flags, "--link", foreign.encode()]))
+    (tmp_path / "word").write_text(f"{link.model_copy(update={'invite': one.invite}).encode()}\n")
+    assert own_invite(str(tmp_path / "word")) == own_invite(one.invite or "") == one.invite
+    with pytest.raises(ConfigError, match="neither an invite nor a file"):
+        own_invite(str(tmp_path / "nothing"))
+    other = Identity(tmp_path / "other.key").path
+    with pytest.raises(ConfigError, match="only the founder"):
+        invite.main(load_settings(InviteConfig, [str(folder), "--identity", str(other)]))
+
+
+def test_the_link_for_friends_is_the_users_own_and_keeps_its_invite(tmp_path: Path) -> None:
+    keys, file = IdentityKeys(Identity(tmp_path / "identity.key")), tmp_path / "friends_link"
+    invites = set()
+    for address in ADDRESSES:
+        link = LINK.model_copy(update={"founder": keys.peer_id, "addresses": (address,)})
+        write_friends_link(file, link, keys, "a" * 64, places=3)
+        assert file.stat().st_mode & 0o777 == 0o600
+        found = JoinLink.parse(file.read_text())
+        assert found.addresses == (address,)
+        invites.add(found.invite)
+    guests = GuestList("a" * 64, keys.peer_id, keys)
+    (invite,) = invites
+    found = guests.check(OTHER, show(invite, "a" * 64, OTHER), now=0.0)
+    assert found.votes and found.places == 3

@@ -205,7 +205,7 @@ class GroupPlan:
     Attributes:
         peers: Members, ascending, replicas among them.
         tokens: Tokens that each member has trained, capped; a member with 0 only receives.
-        weights: Weight of each member's contribution: its tokens times its aggregation weight.
+        weights: Weight of each member's contribution.
         format: The vector's format.
         slices: Messages that each member reduces.
         delta_numel: Elements of the vector's delta, which has a residual; 0 if the format is exact.
@@ -229,18 +229,16 @@ class GroupPlan:
         tokens: Sequence[float],
         uplinks: Sequence[float],
         format: Format,
-        token_weights: Sequence[float] | None = None,
+        most: Sequence[float] | None = None,
         usual_tokens: float = 0.0,
         replicas: Collection[str] = (),
     ) -> GroupPlan:
-        """Return the plan of a group of these members, ascending; a token of each weighs 1 by default."""
-        capped = tuple(
-            capped_tokens(tokens)  # guard: fair-weights
-        )
+        """Return the plan of a group of these members, ascending, whose contributions weigh their tokens, or less."""
+        capped = tuple(capped_tokens(tokens))  # guard: fair-weights
         return cls(
             peers=tuple(peers),
             tokens=capped,
-            weights=tuple(n * w for n, w in zip(capped, token_weights or [1.0] * len(capped), strict=True)),
+            weights=tuple(map(min, capped, most or capped)),
             format=format,
             slices=slices(format, reduced_shares(uplinks)),
             delta_numel=0 if format.is_exact else format.segments[0].numel,

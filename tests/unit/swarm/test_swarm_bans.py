@@ -8,8 +8,9 @@ from spes_p2p.config import MAX_PEER_TOKENS
 from spes_p2p.swarm.averaging.audit import MAX_TIMES_OWN, OWN_CLIP, Auditor, Evidence
 from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, GroupPlan, encode_message, weighted_mean
 from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, Bans
-from spes_p2p.swarm.roster import MAX_DISTRUSTED, NEWCOMER_WEIGHT, PROBATION_ROUNDS, Member, Roster
-from tests.support.agreement import last_body
+from spes_p2p.swarm.invites import Invite
+from spes_p2p.swarm.roster import MAX_DISTRUSTED, Member, Roster
+from tests.support.agreement import last_body, members
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 ODD = PEERS[2]
@@ -120,26 +121,39 @@ def test_members_that_see_nothing_of_what_others_send_have_no_vote():
 @pytest.mark.parametrize("newcomers", [0, 3])
 def test_only_the_votes_of_voters_leave_a_member_out(newcomers):
     """Otherwise a few new identities could exclude any member."""
-    last = last_body(PEERS[:5], candidates=dict.fromkeys(PEERS[5:], 1))
+    last = last_body(PEERS[:5], members=members(*PEERS[5:]))
     accusing = [*PEERS[5:][:newcomers], *(peer for peer in PEERS[:5] if peer != ODD)][: max(2, newcomers)]
     assert met([member(peer, (ODD,) if peer in accusing else ()) for peer in PEERS], last).distrusted == frozenset()
     voters = [member(peer, (ODD,) if peer in PEERS[:5] else ()) for peer in PEERS]
     assert met(voters, last).distrusted == {ODD}
 
 
-# ---------------------------------------------------------------------- newcomers
+# ---------------------------------------------------------------------- peers that may not vote
 
 
-def test_a_token_of_a_newcomer_counts_for_less_until_it_has_confirmed_some_rounds():
-    for rounds in range(PROBATION_ROUNDS + 1):
-        last = last_body(PEERS[:2], candidates={ODD: rounds} if rounds else {})
-        weights = met([member(peer) for peer in PEERS[:3]], last).weights
-        assert weights.pop(ODD) == (1.0 if rounds >= PROBATION_ROUNDS else NEWCOMER_WEIGHT)
-        assert set(weights.values()) == {1.0}
+def weights_of(tokens, voters):
+    """Return the weights in a roster of the first peers, that have trained so many tokens."""
+    named = [member(peer, tokens=count) for peer, count in zip(PEERS, tokens, strict=False)]
+    weights = met(named, last_body(PEERS[:voters])).weights
+    return [weights[peer] for peer in PEERS[: len(tokens)]]
 
 
-def test_in_a_runs_first_round_all_tokens_weigh_the_same():
-    assert set(met([member(peer) for peer in PEERS], last_body(PEERS[:1], round=0)).weights.values()) == {1.0}
+def test_in_a_small_roster_strangers_weigh_no_more_than_the_voters_whatever_they_claim():
+    assert weights_of([100, 10**9], voters=1) == [100, 100]
+    assert weights_of([100, 10**9, 10**9, 50], voters=1) == [100, 40, 40, 20], "all together as much as the voter"
+    assert weights_of([100, 300, 10**9], voters=2) == [100, 300, 100], "the lower median"
+    assert weights_of([0, 10**9, 100], voters=1) == [0, 100, 100], "no voter has trained"
+
+
+def test_who_shows_an_invite_to_vote_weighs_as_voters_do_before_it_has_a_seat():
+    last, shown = last_body(PEERS[:1]), dict.fromkeys(PEERS[1:3], Invite("key", 1, True))
+    named = [member(peer, tokens=300 if peer in shown else 100) for peer in PEERS[:3]]
+    entries = [each.model_copy(update={"previous": last.digest}) for each in named]
+    assert list(Roster(entries, last, shown).weights.values()) == [100, 300, 100], "it has one place"
+
+
+def test_in_a_larger_roster_a_stranger_weighs_at_most_four_times_the_voters_median():
+    assert weights_of([100, 120, 300, 10**9, 50], voters=3) == [100, 120, 300, 480, 50]
 
 
 # ---------------------------------------------------------------------- evidence
@@ -312,7 +326,7 @@ def test_a_slower_or_faster_machines_part_of_a_slot_is_the_plain_mean_to_the_bit
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_peer_that_has_just_joined_and_made_a_step_lets_the_others_deltas_pass(seed, count):
     honest = deltas(seed)
-    last = last_body(PEERS[1:count], candidates={PEERS[0]: PROBATION_ROUNDS})
+    last = last_body(PEERS[1:count], seats=dict.fromkeys(PEERS, ""))
     roster = met([member(peer, tokens=100 if peer in last.voters else 1) for peer in PEERS[:count]], last)
     mine, theirs = 0.01 * honest[PEERS[0]], honest[PEERS[1]]
     mean, liars = met_in_a_slot(roster, mine, theirs)

@@ -38,7 +38,8 @@ class Run:
         self.peers: dict[str, Decider] = {}
         self.ids = {name: identity.peer_id for name, identity in identities.items()}
         self.keys = {name: IdentityKeys(identity) for name, identity in identities.items()}
-        self.start_body = start_of([self.ids[name] for name in voters], num_slots=1)
+        start = start_of([self.ids[name] for name in voters], num_slots=1)
+        self.start_body = start.model_copy(update={"seats": dict.fromkeys(self.ids.values(), "")})
         self._folder, self._identities = folder, identities
 
     def start(self, name: str, *, client_mode: bool = False, **settings: Any) -> Decider:
@@ -148,7 +149,7 @@ def test_a_voter_that_cannot_be_called_takes_part_and_leads(run: Run) -> None:
         assert len(run.decide("abc").members) == 3
 
 
-def test_a_newcomer_follows_and_becomes_a_voter(three: Run) -> None:
+def test_a_newcomer_with_a_seat_follows_and_becomes_a_voter(three: Run) -> None:
     three.decide("abc")
     newcomer = three.start("d")
     for peer in three.peers.values():

@@ -17,7 +17,7 @@ from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from spes_p2p.swarm.proposal import Proposal
 from tests.support.agreement import ENDED, PEERS, RULES, Peer, Round, digest, last_body, virtually
 
-START = genesis("run", PEERS[0], digest("manifest"), NUM_SLOTS)
+START = genesis("run", PEERS[0], digest("manifest"), NUM_SLOTS, PEERS[:12])
 VOTERS = PEERS[:5]
 
 
@@ -227,7 +227,7 @@ def test_from_a_shrunk_certificate_on_nothing_is_final_and_before_it_all_stays_s
         async with swarm(seed) as world:
             await asyncio.sleep(170)
             node, final = world.nodes[PEERS[0]], world.nodes[PEERS[0]].last.round - 8
-            for peer in PEERS[2:4]:
+            for peer in PEERS[1:4]:
                 world.nodes[peer].stop()
             while not node.last.shrunk:
                 await asyncio.sleep(1)

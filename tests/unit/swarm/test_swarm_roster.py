@@ -14,7 +14,7 @@ from spes_p2p.swarm.certificate import MemberEntry
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_LINKS_BYTES, Member, Roster, stated_links
-from tests.support.agreement import last_body
+from tests.support.agreement import last_body, members
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 LAST = last_body(PEERS)
@@ -74,7 +74,7 @@ def test_a_roster_has_only_a_few_members_that_no_certificate_knows():
     assert left_out(4) == set()
     out = left_out(8)
     assert len(out) == 4 and not out & set(PEERS[:2])
-    assert left_out(8, candidates={PEERS[4]: 1}).isdisjoint({PEERS[4]})
+    assert left_out(8, members=members(PEERS[4])).isdisjoint({PEERS[4]})
     assert any(left_out(8, round=round) != out for round in range(10, 20))
 
 
@@ -83,7 +83,7 @@ def test_before_the_first_certificate_no_member_is_left_out_as_unknown():
 
 
 def test_members_that_no_certificate_knows_reduce_nothing_unless_only_they_could():
-    last = last_body(PEERS[:2], candidates={PEERS[2]: 1})
+    last = last_body(PEERS[:2], members=members(PEERS[2]))
     roster = roster_of(*(member(i, uplink_mbit=10.0) for i in range(4)), last=last)
     assert roster.reducing(PEERS[:4]) == [10.0, 10.0, 10.0, 0.0]
     assert roster.reducing([PEERS[3]]) == [10.0]
