@@ -86,8 +86,9 @@ def dead_address(folder):
 
 
 def average_alone(swarm, *others):
-    """Make a round alone, in a run in which others vote, too."""
-    swarm.enter(ROUNDS, VECTORS, start_of((swarm.peer_id, *others)), max_slots=0)
+    """Make a round alone, in a run in which others vote, too, and come first: the first of two could go on."""
+    start = start_of((swarm.peer_id, *others)).model_copy(update={"voters": (*others, swarm.peer_id)})
+    swarm.enter(ROUNDS, VECTORS, start, max_slots=0)
     swarm.announce(Claim(peer_id=swarm.peer_id, state="active", max_slots=0, since=1.0))
     item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
     return item, average(swarm, item.member, item.deltas, expected=[swarm.peer_id], closes_from=0.0)
