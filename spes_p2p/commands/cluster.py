@@ -64,6 +64,8 @@ def main(config: ClusterConfig) -> int:
         invite = folder.path / FRIENDS_FILE
         given = {"invite": str(invite)} if invite.exists() and not peer.invite else {}
         peer = peer.model_copy(update={"initial_peers": others, "run": None} | given)
+    elif not peer.resume:  # invites are of one founding
+        (folder.path / FRIENDS_FILE).unlink(missing_ok=True)
     try:
         code = life.run(peer, partial(folder.publish, peer), pids)
     except restart.DaemonDied as died:

@@ -379,7 +379,7 @@ def _say_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -
     if founds:
         say_qr(link.encode())
     if (friends := config.output / FRIENDS_FILE).exists():
-        log.info("friends who join with the link in %s may vote; show it to nobody else", friends)
+        log.info("friends who join with the link in %s may vote; give it to friends only", friends)
         if sys.stdout.isatty():  # a log is no place for it
             say(f"friends: spes join {friends.read_text().strip()}")
     addresses = " ".join(link.addresses)
@@ -403,7 +403,10 @@ def own_invite(text: str) -> str:
         word = Path(text).read_text().strip()
     except (OSError, ValueError) as error:
         raise ConfigError("--invite is neither an invite nor a file with one; ask the founder for another") from error
-    return word if is_invite(word) else JoinLink.parse(word).invite
+    invite = word if is_invite(word) else JoinLink.parse(word).invite
+    if not invite:
+        raise ConfigError(f"--invite: the link in {text} has none; ask the founder for another")
+    return invite
 
 
 def write_link(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:

@@ -15,7 +15,10 @@ from peer_processes import MARK, Command, Commands, commands_in, write_corpus, w
 from slurm import Slurm, lacks, slurm_on
 
 from spes_p2p.commands.cluster import FINISHED
+from spes_p2p.config import JoinLink
+from spes_p2p.peer.joining import FRIENDS_FILE, write_friends_link
 from spes_p2p.peer.termination import SAME_SECONDS
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 
 pytestmark = pytest.mark.full
 
@@ -78,7 +81,12 @@ def test_nodes_end_with_the_founders_fault_and_do_not_wait_for_it(tmp_path: Path
 
 
 def test_nodes_meet_in_the_folder_and_go_on_where_they_were(tmp_path: Path) -> None:
-    words = flags(tmp_path, min_peers=2)
+    words, stranger = flags(tmp_path, min_peers=2), IdentityKeys(Identity(tmp_path / "stranger.key"))
+    (tmp_path / "shared" / "job").mkdir(parents=True)
+    link = JoinLink(run_id="job", founder=stranger.peer_id, addresses=("/ip4/127.0.0.1/tcp/1",))
+    write_friends_link(
+        tmp_path / "shared" / "job" / FRIENDS_FILE, link, stranger, "0" * 64, 1
+    )  # of an earlier founding
     with commands_in(tmp_path) as commands:
         first = start_node(commands, tmp_path, *words, RANK="0", WORLD_SIZE="2", MASTER_ADDR="node0")
         second = start_node(commands, tmp_path, *words, RANK="1", WORLD_SIZE="2", MASTER_ADDR="node0")

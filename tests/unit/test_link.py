@@ -205,6 +205,9 @@ def test_a_link_with_an_invite_lets_one_word_join_a_closed_run(
     assert one.invite != another.invite
     (tmp_path / "word").write_text(f"{link.model_copy(update={'invite': one.invite}).encode()}\n")
     assert own_invite(str(tmp_path / "word")) == own_invite(one.invite or "") == one.invite
+    (tmp_path / "word").write_text(link.encode())
+    with pytest.raises(ConfigError, match="has none"):
+        own_invite(str(tmp_path / "word"))
     with pytest.raises(ConfigError, match="neither an invite nor a file"):
         own_invite(str(tmp_path / "nothing"))
     other = Identity(tmp_path / "other.key").path
