@@ -335,7 +335,7 @@ class Twice(Liar):
             return
         votes = self.votes[vote.body]
         votes |= {vote.peer_id: vote.signature, self.peer_id: other.vote.signature}
-        if is_certified(other.body, last, votes):
+        if is_certified(last, votes, other.body.shrunk):
             certificate = Certificate(body=other.body, attempt=other.attempt, signatures=dict(votes))
             for peer in self.peers():
                 super().post(peer, Certificates(certificates=(certificate,)))

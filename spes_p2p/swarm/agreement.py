@@ -523,7 +523,7 @@ class Agreement:
             return
         body = proposal.body
         voters = [p for p in last.voters if digest in of.votes[p]]
-        if not is_certified(body, last, voters):
+        if not is_certified(last, voters, body.shrunk):
             return
         certificate = Certificate(
             body=body,

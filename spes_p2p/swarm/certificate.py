@@ -520,10 +520,10 @@ def newest_read(last: Body, results: Iterable[Result]) -> Revision:
     return max([last.revision, *read], key=lambda each: each.number)  # guard: newer-revision
 
 
-def is_certified(body: Body, last: Body, peers: Collection[str]) -> bool:
-    """Tell whether the votes of some peers certify a body: of a quorum, or of all voters that it does not name
-    absent."""
-    return set(last.voters) - set(body.shrunk) <= set(peers) if body.shrunk else last.is_quorum(peers)
+def is_certified(last: Body, peers: Collection[str], shrunk: Collection[str] = ()) -> bool:
+    """Tell whether the votes of some peers certify a body: of a quorum, or, if it names voters absent, of all
+    others."""
+    return set(last.voters) - set(shrunk) <= set(peers) if shrunk else last.is_quorum(peers)
 
 
 # ---------------------------------------------------------------------- forks and proofs
@@ -559,7 +559,8 @@ def check_certificate(certificate: Certificate, last: Body, keys: Keys) -> str:
         return "it does not extend the last certificate"
     if reason := check_shrunk(body, last):
         return reason
-    return _check_votes(certificate, partial(is_certified, body, last), set(last.voters) - set(body.shrunk), keys)
+    is_enough_for = partial(is_certified, last, shrunk=body.shrunk)
+    return _check_votes(certificate, is_enough_for, set(last.voters) - set(body.shrunk), keys)
 
 
 def check_skip(certificate: Certificate, trusted: Body, keys: Keys) -> str:

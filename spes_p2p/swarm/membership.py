@@ -113,7 +113,7 @@ class Membership:
         return found
 
     def _admitted(self, kind: type[Record], records: Mapping[str, Any]) -> Mapping[str, Any]:
-        if self.guests is None or not self.guests.is_closed or kind is not Claim:
+        if self.guests is None or kind is not Claim:
             return records
         refused = self.guests.refusals({peer: claim.invite for peer, claim in records.items()}, self._network.now())
         for peer in sorted(refused.keys() - self._refused):

@@ -264,7 +264,7 @@ def check_turn(turn: Turn, body: Body, before: tuple[int, str], last: Body, keys
     if not attempt:
         return "" if not entries and before == NO_VOTE else "attempt 0 needs no entries"
     authors = {each.peer_id for each in promises_in(entries, last, body.shrunk) if each.attempt == attempt}
-    if not is_certified(body, last, authors) or len(authors) < len(entries):  # guard: entry-quorum
+    if not is_certified(last, authors, body.shrunk) or len(authors) < len(entries):  # guard: entry-quorum
         return f"{len(authors)} voters entered attempt {attempt}, which is too few"
     if any(each.previous != last.digest for each in entries):
         return "an entry is of another round"

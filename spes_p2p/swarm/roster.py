@@ -29,8 +29,9 @@ MAX_STATED_LINKS = 128
 LINK_BYTES, MAX_LINKS_BYTES = 49, 2**17
 """Size of a stated link, and of all that the members of one roster state: the leader sends every entry to every
 member."""
-MAX_TIMES_MEDIAN = 4
-"""Largest number of tokens with which a peer that may not vote counts, in medians of the voters'."""
+MAX_TIMES_MEDIAN = 4.0
+"""Cap of a member's tokens, in medians of the members' tokens, and of a peer's that may not vote, in medians of the
+voters': for weights, and for the length of vectors."""
 MIN_VOTERS = 5
 """Members below which no vote excludes a member: of four, two could outvote one."""
 Start = tuple[Count, Digest]
@@ -346,13 +347,10 @@ def invited(roster: Roster, guests: GuestList | None) -> Roster:
         roster: Those that met.
         guests: Checks invites; None where none is asked for.
     """
-    if guests is None or not roster:
-        return roster
-    shown = {member.peer_id: member.invite for member in roster if member.invite}
-    roster = Roster(roster, roster.last, guests.voting(shown, roster.last.ends_at if roster.last is not None else 0.0))
-    if not guests.is_closed:  # guard: closed-roster
+    if guests is None or not roster:  # guard: closed-roster
         return roster
     shown = {member.peer_id: member.invite for member in roster}
+    roster = Roster(roster, roster.last, guests.voting(shown, roster.last.ends_at if roster.last is not None else 0.0))
     ever_invited = roster.without(guests.refusals(shown, now=0.0))
     # The members' clocks, not this peer's own: all members must agree which invite has expired.
     now = statistics.median([member.ready_at for member in ever_invited] or [0.0])  # guard: invite-clock

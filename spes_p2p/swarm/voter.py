@@ -12,6 +12,7 @@ from spes_p2p.swarm.certificate import (
     Keys,
     Result,
     Vote,
+    is_certified,
     make_body,
     max_leaving,
     removed_voters,
@@ -176,8 +177,7 @@ class Voter:
 
     def is_quorum(self, peers: Collection[str]) -> bool:
         """Return whether some peers can certify the open round, as far as this peer knows."""
-        last, absent = self._following.chain.last, self.absent()
-        return set(last.voters) - set(absent) <= set(peers) if absent else last.is_quorum(peers)
+        return is_certified(self._following.chain.last, peers, self.absent())
 
     def can_lead(self, peer: str) -> bool:
         """Return whether a leader's meeting may come."""
@@ -210,14 +210,14 @@ class Voter:
         goodbyes = self.statements.goodbyes(last)
         removed = [] if absent else self._due_to_leave({member.peer_id for member in roster})
         guilty = [peer for peer in removed if peer in proofs]
-        shown = {member.peer_id: member.invite for member in roster if member.invite}
+        shown = {member.peer_id: member.invite for member in roster}
         body = make_body(
             last,
             roster.entries,
             counted_results(results),
             ends_at=ends_at,
             min_peers=self._rules.min_peers,
-            invites=self._guests.voting(shown, last.ends_at) if self._guests is not None else {},
+            invites=roster.invites,
             removed=removed,
             guilty=guilty,
             shrunk=absent,

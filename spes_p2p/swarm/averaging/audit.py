@@ -16,7 +16,8 @@ from torch import Tensor
 
 from spes_p2p.codecs.format import Part, Segment
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, MIN_SENDERS, GroupPlan, Message, decode_message
+from spes_p2p.swarm.averaging.partition import MIN_SENDERS, GroupPlan, Message, decode_message
+from spes_p2p.swarm.roster import MAX_TIMES_MEDIAN
 
 CLIP = 3.0
 """Median distances from the centre beyond which a vector is pulled in."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spes_p2p.codecs.format import Format, Part, encode_with_error, join_parts
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.roster import Roster
+from spes_p2p.swarm.roster import MAX_TIMES_MEDIAN, Roster
 
 MESSAGE_BYTES = 2**17
 """Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB."""
@@ -31,8 +31,6 @@ ALL_REDUCE = 2
 """Attempts in which all members reduce that can."""
 MIN_SENDERS = 5
 """Senders below which an outlier cannot be told from the others."""
-MAX_TIMES_MEDIAN = 4.0
-"""Cap of a member's tokens, in medians of the members' tokens: for weights, and for the length of vectors."""
 Message = tuple[Part, ...]
 Weigh = Callable[[Part, Sequence[Tensor | None]], Sequence[float]]
 """Returns each sender's weight in the mean of a part, from their values; None where these are unreadable."""

@@ -13,7 +13,8 @@ from spes_p2p.swarm.averaging.audit import (
     length_clipped_weights,
     max_length_ratios,
 )
-from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, MIN_SENDERS, capped_tokens, weighted_mean
+from spes_p2p.swarm.averaging.partition import MIN_SENDERS, capped_tokens, weighted_mean
+from spes_p2p.swarm.roster import MAX_TIMES_MEDIAN
 
 NUMEL = 2000
 seeds = st.integers(0, 2**31)

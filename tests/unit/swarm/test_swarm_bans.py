@@ -6,10 +6,10 @@ import torch
 from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import MAX_PEER_TOKENS
 from spes_p2p.swarm.averaging.audit import MAX_TIMES_OWN, OWN_CLIP, Auditor, Evidence
-from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, GroupPlan, encode_message, weighted_mean
+from spes_p2p.swarm.averaging.partition import GroupPlan, encode_message, weighted_mean
 from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, Bans
 from spes_p2p.swarm.invites import Invite
-from spes_p2p.swarm.roster import MAX_DISTRUSTED, Member, Roster
+from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_TIMES_MEDIAN, Member, Roster
 from tests.support.agreement import last_body, members
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
