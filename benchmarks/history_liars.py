@@ -14,11 +14,11 @@ from spes_p2p.swarm.certificate import (
     Result,
     Vote,
     is_certified,
-    make_body,
     roster_digest,
     vote_for,
 )
 from spes_p2p.swarm.names import SHARED
+from spes_p2p.swarm.next_body import make_body
 from spes_p2p.swarm.proposal import Entered, Entry, Meeting, Proposal, Turn, check_proposal, counted_results
 from spes_p2p.swarm.roster import Roster
 

@@ -95,8 +95,8 @@ class World:
             return
 
         def arrive() -> None:
-            node = self.nodes[receiver]
-            if node.is_up:
+            node = self.nodes.get(receiver)  # a seat's holder may never have come
+            if node is not None and node.is_up:
                 node.heard[sender] = self.now
                 node.guarded(lambda: deliver(node))
 

@@ -14,8 +14,8 @@ from spes_p2p.config.run import RunConfig
 from spes_p2p.errors import ConfigError
 
 CHANGEABLE = (
-    *("data.mixture", "data.phases", "round.total", "train.decay_fraction", "train.final_lr_ratio", "train.lr"),
-    *("train.schedule", "train.schedule_rounds"),
+    *("data.mixture", "data.phases", "revoked_invites", "round.total", "train.decay_fraction", "train.final_lr_ratio"),
+    *("train.lr", "train.schedule", "train.schedule_rounds"),
 )
 OWN = frozenset({"data.paths", "data.skip_unusable", "data.chat_template", "data.probe"})
 """Settings of which a manifest has what the founder's machine made of them."""

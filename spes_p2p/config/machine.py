@@ -291,9 +291,9 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Directory of all that this peer keeps. It has its identity, versions and checkpoints."""
     resume: bool = False
     """Continue with the contents of `output`."""
-    resume_round: Annotated[int, Field(ge=0)] | None = None
-    """Resume from the checkpoint of this round. Peers that have gone on take this one along, so all peers of a run go
-    back together."""
+    resume_round: Annotated[int, Field(ge=1)] | None = None
+    """Resume from the checkpoint of this round, with all peers that are started so; peers without the flag go on as
+    before. Once the peer has gone back, the flag does nothing."""
     skip_optimizer: bool = False
     """Resume with a new inner optimizer. Weights, data position and step counts are the checkpoint's."""
     overwrite: bool = False

@@ -23,6 +23,7 @@ from spes_p2p.config.data import DataConfig
 
 MAX_ROUNDS = 10**6
 Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
+RevokedInvite = Annotated[str, Field(min_length=6, max_length=16, pattern=r"^[A-Za-z0-9+/]*$")]
 FIRST_SHARE = 0.01
 """Length of the first of rounds that grow, as a share of a full round's."""
 LEAST_SECONDS = 5.0
@@ -343,6 +344,8 @@ class RunConfig(Frozen):
     """Train adapters over a frozen base, the checkpoint that the run starts from; by default the model itself."""
     invite_only: bool = False
     """Only peers that the founder has invited (`spes invite`) take part."""
+    revoked_invites: tuple[RevokedInvite, ...] = Field(default=(), max_length=256)
+    """Invites that hold no more, by the first letters that the page shows; whoever voted by one leaves."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"

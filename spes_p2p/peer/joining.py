@@ -40,7 +40,7 @@ from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say, say_qr, size_text
 from spes_p2p.swarm.certificate import Keys
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
-from spes_p2p.swarm.consensus import PROMISES
+from spes_p2p.swarm.consensus import PROMISES, has_reopened
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.invites import is_invite, issue
 from spes_p2p.swarm.manifest import (
@@ -245,7 +245,8 @@ def kept(config: PeerConfig) -> Kept:
             f"key that lies there, --identity {shlex.quote(str(config.output / 'identity.key'))}"
         )
     try:
-        store, found = recover(config.output, config.run_name, config.resume_round)
+        is_reopened = has_reopened(config.output, config.resume_round)  # by an earlier start: it goes on from there
+        store, found = recover(config.output, config.run_name, None if is_reopened else config.resume_round)
         manifest = read_manifest(store.read)
         if manifest.run_id != config.run_name:
             raise JoinError(f"it belongs to run {manifest.run_id!r}")
@@ -347,7 +348,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, foun
         recent=config.recent,
     )
     if config.resume_round is not None:
-        swarm.consensus.cut(config.resume_round)
+        swarm.consensus.reopen(config.resume_round)
     revisions = Revisions(swarm, manifest, config.output / REVISION_FILE)
     revisions.look()
     _say_what(swarm, manifest, size, max_slots, config)

@@ -177,9 +177,6 @@ def _train(
         loop.amended = partial(_each_round, config, joined)
         try:
             loop.open(initial, saved)
-            if config.resume_round not in (None, sync.round) and not loop.is_ended:
-                other = "--resume-round %d: the other peers go on from %d; stop all"
-                log.warning(other, config.resume_round, sync.round)
             del saved, initial  # as large as the model, or open files of a checkpoint; neither is needed again
             tell("")
             loop.run(page.reported if page is not None else None)

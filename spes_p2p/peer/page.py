@@ -135,8 +135,11 @@ class PeerPage:
         stage, why = self._stage, self._why
         if stage != "leaving" and control["state"] in ("paused", "finishing"):
             stage, why = control["state"], control["reason"]
+        if not stage and (words := self._swarm.consensus.waiting()):
+            stage, why = "waiting", words
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
+        self._controls.live(why if stage in ("waiting", "alone") else self._why)
         calls = f"calls others only; {self._swarm.links.told()}" if self._swarm.node.client_mode else "yes"
         return Own(
             peer_id=self._swarm.peer_id,

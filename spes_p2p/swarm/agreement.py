@@ -112,6 +112,7 @@ class Agreement:
         self.voter = Voter(keys, wire, rules, self.following, promises, save, is_new=is_new, guests=guests)
         self.revision = Revision()
         """The newest revision of the manifest that this peer has read."""
+        self.voter.mute = lambda seconds: self.attempts.mute(self._loop_time() - seconds)
         self._statements = self.voter.statements
         self._out_until: dict[str, int] = {}
         """Round from which a peer without a vote that was lost in an attempt may enter meetings again."""
@@ -144,6 +145,10 @@ class Agreement:
                 return None
             if not self._is_over(last, attempt):
                 self.following.ask_next()
+                if (body := self.voter.stand_in()) is not None:
+                    log.warning("round %d: no voter answers; those who voted before go on", body.round + 1)
+                    self.following.follow(self.chain.certificates[-1].model_copy(update={"body": body}))
+                    return None
                 # Ahead of a quorum it would be alone in its attempts: it enters this one again, and leads it again.
                 if self.attempts.of_quorum(self.voter.is_quorum) >= attempt:
                     self._go_to(min(attempt + 1, MAX_ATTEMPT))
@@ -386,7 +391,7 @@ class Agreement:
 
     def _note_attempt(self, peer: str, attempt: int) -> None:
         """Follow the voters to a later attempt once a quorum is there."""
-        self.attempts.state(peer, attempt)
+        self.attempts.state(peer, attempt, self._loop_time())
         newest = self.attempts.of_quorum(self.voter.is_quorum)
         if newest > self.attempts.number:  # guard: attempt-quorum
             self._go_to(newest)
@@ -450,12 +455,8 @@ class Agreement:
             return
         of.add(result, self._loop_time())
         lost = result.lost
-        if (
-            lost not in ("", peer)
-            and peer in last.voters
-            and self.attempts.lose(lost, peer)
-            and lost not in last.voters
-        ):
+        is_lost = lost not in ("", peer) and peer in last.voters and self.attempts.lose(lost, peer)
+        if is_lost and lost not in last.voters:
             self._out_until[lost] = last.round + OUT_ROUNDS
         if peer in of.lacking:
             self._post(last.leader(result.attempt), result)

@@ -13,6 +13,8 @@ from spes_p2p.swarm.roster import Roster
 
 OLD_ATTEMPTS = 8
 """Attempts back of which votes still certify."""
+MUTE_ATTEMPTS = 2
+"""Attempts whose correct bodies a voter leaves unvoted before it counts as absent."""
 
 
 @dataclass
@@ -79,6 +81,8 @@ class Attempts:
         self._seen: dict[int, Attempt] = {}
         self._stated: dict[str, int] = {}
         """The newest attempt that each voter is known to be in."""
+        self._heard_at: dict[str, float] = {}
+        """Loop time at which each voter last entered an attempt, or voted."""
         self._lost: set[frozenset[str]] = set()
         """Pairs of a voter and a peer that it has lost in one of the round's attempts."""
 
@@ -92,9 +96,10 @@ class Attempts:
         self.number = number
         self._seen = {each: of for each, of in self._seen.items() if each >= number - OLD_ATTEMPTS}
 
-    def state(self, peer: str, number: int) -> None:
+    def state(self, peer: str, number: int, loop_time: float) -> None:
         """Note that a voter is in an attempt."""
         if peer in self._last.voters:
+            self._heard_at[peer] = loop_time
             self._stated[peer] = max(number, self._stated.get(peer, 0))
 
     def of_quorum(self, is_quorum: Callable[[Collection[str]], bool]) -> int:
@@ -104,6 +109,14 @@ class Attempts:
             stated[self._me] = self.number
         attempts = sorted(set(stated.values()), reverse=True)
         return next((each for each in attempts if is_quorum({p for p in stated if stated[p] >= each})), 0)
+
+    def mute(self, since: float) -> set[str]:
+        """Return the other voters that have entered no attempt since some loop time, or that left two bodies unvoted
+        that this peer has voted for."""
+        voted = [of.votes for number, of in self._seen.items() if number < self.number and of.votes[self._me]]
+        left = Counter(peer for votes in voted for peer in self._last.voters if not votes[peer])
+        is_heard = {peer for peer, at in self._heard_at.items() if at >= since and left[peer] < MUTE_ATTEMPTS}
+        return set(self._last.voters) - is_heard - {self._me}
 
     # ------------------------------------------------------------------ members that were lost
 

@@ -1,23 +1,22 @@
 """The certificate of a round: what the round changed, signed by more than half of the voters that the last one names.
 
-Pure functions and documents, without clock, network or disk; `proposal` says how the voters come to sign one body.
+Pure functions and documents, without clock, network or disk; `next_body` says what follows from a round, and `proposal`
+how the voters come to sign one body.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from spes_p2p.swarm.invites import Invite, InviteId
-from spes_p2p.swarm.names import SHARED, SLOT
+from spes_p2p.swarm.invites import InviteId
+from spes_p2p.swarm.names import SLOT
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 MAX_VOTERS = 64
@@ -31,6 +30,9 @@ MAX_REPLICATED = 128
 """Slots that one peer replicates."""
 MAX_SENT = 64
 """Certificates in one message."""
+MAX_SKIPPED = 2**14
+"""Rounds that one certificate can skip."""
+DIGEST_LETTERS = 64
 MAX_SEATS = 256
 GOODBYE_ROUNDS = 3
 """Rounds for which a goodbye counts."""
@@ -42,6 +44,8 @@ Attempt = Annotated[int, Field(ge=0, le=MAX_ATTEMPT)]
 Batches = Annotated[int, Field(ge=0, le=MAX_BATCHES)]  # guard: batches-bounds
 Signature = Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9+/=]*$")]
 RunId = Annotated[str, Field(max_length=64)]
+Generation = Annotated[str, Field(max_length=64, pattern=r"^([1-9][0-9]*:[0-9a-f]{32})?$")]
+Skipped = Annotated[str, Field(max_length=DIGEST_LETTERS * MAX_SKIPPED, pattern=r"^([0-9a-f]{64})*$")]
 
 
 class Keys(Protocol):
@@ -132,9 +136,11 @@ class Body(Document):
     """What a round changed. Its digest names it; signatures are no part of it, so that two collections of votes for
     one body do not fork the chain."""
 
-    protocol: Literal["c3"] = "c3"
+    protocol: Literal["c4"] = "c4"
     run: RunId
     founder: PeerId
+    generation: Generation = ""
+    """The round that users went back to by `--resume-round`, and random letters; empty before."""
     round: Count
     previous: Digest
     """Digest of the last round's body; of the manifest for round 0."""
@@ -144,6 +150,8 @@ class Body(Document):
     """The roster's members that averaged `shared`, by ascending peer id."""
     voters: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_VOTERS)  # guard: some-voter
     """Voters of the next round, those that have voted longest first."""
+    stood_in_for: tuple[PeerId, ...] = Field(default=(), max_length=MAX_VOTERS)
+    """The voters that the body was certified with, if none of them answered and the holders of other seats vote."""
     seats: dict[PeerId, InviteId] = Field(default={}, max_length=MAX_SEATS)
     """Peers that may vote, by the founder's invite; one that has left takes its seat again."""
     absent: dict[PeerId, Count] = Field(default={}, max_length=MAX_VOTERS)
@@ -161,9 +169,37 @@ class Body(Document):
     """The revision of the manifest that holds from the next round on."""
 
     @cached_property
+    def content(self) -> str:
+        """SHA-256 of the encoded body without `previous`, in hex."""
+        return hashlib.sha256(
+            _canonical(self.model_dump(mode="json", exclude_none=True, exclude={"previous"}))
+        ).hexdigest()
+
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 of the encoded body, in hex."""
-        return hashlib.sha256(self.encode()).hexdigest()
+        """SHA-256 of `previous` and `content`, in hex: the contents of all rounds prove the way to it."""
+        return _successor(self.previous, self.content)
+
+    @property
+    def is_reopened(self) -> bool:
+        """Whether a user went back to this round, and no certificate of the new generation came before it."""
+        return self.generation.partition(":")[0] == str(self.round)
+
+    @property
+    def is_varied(self) -> bool:
+        """Whether peers changed this body after it was certified, as `as_signed` says; anyone can make such a one."""
+        return self.is_reopened or bool(self.stood_in_for)
+
+    def as_signed(self, generation: str) -> Body:
+        """Return what the votes for this body are for: of the generation before, and with its own voters."""
+        changes = {"voters": self.stood_in_for or self.voters, "stood_in_for": ()}
+        return self.model_copy(update=changes | ({"generation": generation} if self.is_reopened else {}))
+
+    def stand_in(self) -> Body | None:
+        """Return this body with the holders of all other seats as voters; None if there are none."""
+        others = sorted(self.seats.keys() - set(self.voters) - set(self.banned))[:MAX_VOTERS]
+        changes = {"voters": tuple(others), "stood_in_for": self.voters}
+        return self.model_copy(update=changes) if others and self.round and not self.stood_in_for else None
 
     def is_quorum(self, peers: Collection[str]) -> bool:
         """Tell whether peers can certify a successor: they are more than half of this body's voters.
@@ -274,6 +310,14 @@ class Certificate(Document):
     signatures: dict[PeerId, Signature] = Field(max_length=MAX_VOTERS)
     goodbyes: tuple[Goodbye, ...] = Field(default=(), max_length=MAX_VOTERS)
     """Of voters that the body names absent: then no time has to pass before the others follow it."""
+    skipped: Skipped = ""
+    """Contents of the rounds between the certificate before it in a message or file, and this one."""
+
+    @property
+    def contents(self) -> list[str]:
+        """The contents of the rounds that this skips, and its own."""
+        starts = range(0, len(self.skipped), DIGEST_LETTERS)
+        return [*(self.skipped[at : at + DIGEST_LETTERS] for at in starts), self.body.content]
 
     def votes(self) -> list[Vote]:
         """Return the votes."""
@@ -313,6 +357,15 @@ def signers_of(certificates: Iterable[Certificate]) -> set[str]:
 # ---------------------------------------------------------------------- what follows from a round
 
 
+def _successor(digest: str, content: str) -> str:
+    return hashlib.sha256(f"{digest}{content}".encode()).hexdigest()
+
+
+def digests_after(digest: str, contents: Iterable[str]) -> list[str]:
+    """Return the digests of the bodies with these contents, one after another, after a body with this digest."""
+    return list(accumulate(contents, _successor, initial=digest))[1:]
+
+
 def vote_for(body: Body, attempt: int, peer_id: str) -> Vote:
     """Return a voter's vote, not signed yet."""
     return Vote(
@@ -348,45 +401,6 @@ def roster_digest(members: Iterable[MemberEntry]) -> str:
     return hashlib.sha256(b"\n".join(member.encode() for member in members)).hexdigest()
 
 
-def shares(body: Body) -> dict[str, range]:
-    """Return the batches of shared data that each voter trains in the round after a body.
-
-    From the body's cursor on, in the order of voters, each voter is dealt what it asked for as a member of the body's
-    round, and no batch is dealt again until the next epoch. Other peers are dealt nothing.
-    """
-    asked = {member.peer_id: member.batches for member in body.members if member.batches}
-    voters = [peer for peer in body.voters if peer in asked]
-    most = MAX_TIMES_MEDIAN * statistics.median_high(asked[peer] for peer in voters) if voters else 0
-    ends = list(accumulate((min(asked[peer], most) for peer in voters), initial=body.cursor))  # guard: share-cap
-    return {peer: range(*ends[at : at + 2]) for at, peer in enumerate(voters)}
-
-
-def decide_slots(last: Body, members: Sequence[MemberEntry], results: Iterable[Result]) -> tuple[SlotState, ...]:
-    """Return the slots after a round.
-
-    A slot changes if more than half of the voters among its holders and replicas confirm the same digests; without any
-    such voter, more than half of its holders. Otherwise it keeps its version, and its holders return to it.
-    """
-    confirmed = {each.peer_id: each.digests for each in results}
-    holders: dict[int, list[str]] = defaultdict(list)
-    voters: dict[int, list[str]] = defaultdict(list)
-    for member in members:
-        for slot in member.slots:
-            holders[slot].append(member.peer_id)
-        if member.peer_id in last.voters:
-            for slot in (*member.slots, *member.replicates):
-                voters[slot].append(member.peer_id)
-    slots = list(last.slots)
-    for slot in range(len(slots)):
-        counted = (voters[slot] or holders[slot]) if holders[slot] else []
-        found = [confirmed[peer] for peer in counted if f"slot-{slot}" in confirmed.get(peer, {})]
-        votes = Counter((each[f"slot-{slot}"], each.get(f"kept-slot-{slot}")) for each in found)
-        (digest, kept), count = max(votes.items(), key=lambda item: item[1], default=(("", None), 0))
-        if 2 * count > len(counted):  # guard: slot-confirmed
-            slots[slot] = SlotState(round=last.round + 1, digest=digest, kept=kept)
-    return tuple(slots)
-
-
 def max_leaving(num_voters: int) -> int:
     """Return how many voters may join, and how many may be removed, in one round."""
     return max(1, num_voters // 4)
@@ -410,95 +424,6 @@ def strangers(last: Body, members: Iterable[str]) -> list[str]:
     )
 
 
-def next_voters(
-    last: Body,
-    confirmed: Collection[str],
-    removed: Collection[str],
-    min_peers: int,
-    invites: Mapping[str, Invite],
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the next round's voters, and the seats.
-
-    Those that have a seat and confirm the certificate vote again, then those that show an invite to vote: a quarter of
-    the voters at most, but in certificate 1 as many members as the run begins with.
-
-    Args:
-        last: The last body.
-        confirmed: Members whose result for `shared` is the certified one.
-        removed: Voters that leave.
-        min_peers: Members with which the run begins.
-        invites: Invites to vote, by the members that show them.
-    """
-    room = max_leaving(len(last.voters)) if last.round else min_peers - 1
-    room = min(room, MAX_VOTERS - len(last.voters) + len(removed))
-    voters, seats = [peer for peer in last.voters if peer not in removed], dict(last.seats)
-    for peer in (*sorted(last.seats), *sorted(invites.keys() - last.seats.keys())):
-        if room <= 0:  # guard: few-new-voters
-            break
-        if peer not in confirmed or peer in last.voters:
-            continue
-        if peer not in seats:
-            if not invites[peer].has_place(seats) or len(seats) >= MAX_SEATS:  # guard: seat-places
-                continue
-            seats[peer] = invites[peer].id
-        voters.append(peer)
-        room -= 1
-    return tuple(voters), seats
-
-
-def make_body(
-    last: Body,
-    members: Sequence[MemberEntry],
-    results: Sequence[Result],
-    *,
-    ends_at: float,
-    min_peers: int,
-    invites: Mapping[str, Invite] | None = None,
-    removed: Collection[str] = (),
-    guilty: Collection[str] = (),
-    shrunk: Sequence[str] = (),
-) -> Body | None:
-    """Return the body that these results justify, with seats for those that members show invites to, and without the
-    voters that are removed or proven guilty; None if too few voters confirm one digest of `shared`, or no voter would
-    be left."""
-    digest = confirmed_shared(last, results, shrunk)
-    if not digest:
-        return None
-    confirmed = {each.peer_id for each in results if each.digests.get(SHARED) == digest}
-    confirmed -= set(last.banned)  # guard: banned-for-good
-    ids = [member.peer_id for member in members]
-    removed = {*removed, *guilty, *shrunk}
-    voters, seats = next_voters(last, confirmed, removed, min_peers, invites or {})
-    if not voters:
-        return None
-    return Body(
-        run=last.run,
-        founder=last.founder,
-        round=last.round + 1,
-        previous=last.digest,
-        ends_at=ends_at,
-        members=tuple(members),
-        voters=voters,
-        seats=seats,
-        absent={p: last.absent.get(p, 0) + 1 for p in last.voters if p not in ids and p not in removed},
-        banned=(*last.banned, *sorted(guilty)),
-        shared=digest,
-        slots=decide_slots(last, members, results),
-        shrunk=tuple(shrunk),
-        cursor=last.cursor + sum(map(len, shares(last).values())),
-        revision=newest_read(last, results),
-    )
-
-
-def confirmed_shared(last: Body, results: Iterable[Result], shrunk: Collection[str] = ()) -> str:
-    """Return the digest of `shared` that enough voters confirm; empty if none is."""
-    confirmed: dict[str, set[str]] = defaultdict(set)
-    for each in results:
-        confirmed[each.digests.get(SHARED, "")].add(each.peer_id)
-    enough = (each for each, peers in confirmed.items() if is_enough(last, peers, shrunk))  # guard: shared-confirmed
-    return next(enough, "")
-
-
 def is_enough(last: Body, peers: Collection[str], shrunk: Collection[str] = ()) -> bool:
     """Tell whether the results of some peers are enough for `shared`: of a quorum, or, if voters are named absent, of
     more than half of the others."""
@@ -506,18 +431,6 @@ def is_enough(last: Body, peers: Collection[str], shrunk: Collection[str] = ()) 
         return last.is_quorum(peers)
     rest = set(last.voters) - set(shrunk)
     return 2 * len(rest & set(peers)) > len(rest)
-
-
-def newest_read(last: Body, results: Iterable[Result]) -> Revision:
-    """Return the newest revision of the manifest that a quorum has read; the last body's if that is the newest.
-
-    A revision that fewer voters have read may be withheld from the others.
-    """
-    stated: dict[Revision, set[str]] = defaultdict(set)
-    for each in results:
-        stated[each.revision].add(each.peer_id)
-    read = [revision for revision, peers in stated.items() if last.is_quorum(peers)]  # guard: revision-read
-    return max([last.revision, *read], key=lambda each: each.number)  # guard: newer-revision
 
 
 def is_certified(last: Body, peers: Collection[str], shrunk: Collection[str] = ()) -> bool:
@@ -549,12 +462,20 @@ def check_shrunk(body: Body, last: Body) -> str:
 
 def removed_voters(last: Body, body: Body) -> set[str]:
     """Return the voters that a body removes, those that it names absent aside."""
-    return set(last.voters) - set(body.voters) - set(body.shrunk)
+    return set(last.voters) - set(body.stood_in_for or body.voters) - set(body.shrunk)
 
 
 def check_certificate(certificate: Certificate, last: Body, keys: Keys) -> str:
     """Return why a certificate does not certify the successor of a body whose voters are trusted."""
     body = certificate.body
+    if body.is_varied:
+        body = body.as_signed(last.generation)
+        other = body.stand_in() if certificate.body.stood_in_for else body
+        if other is None or other.voters != certificate.body.voters:  # guard: stand-in-seats
+            return "others than the holders of its seats vote"
+        certificate = certificate.model_copy(update={"body": body})
+    if body.generation != last.generation:
+        return "it is of another generation"
     if body.previous != last.digest or body.round != last.round + 1:
         return "it does not extend the last certificate"
     if reason := check_shrunk(body, last):
@@ -565,8 +486,11 @@ def check_certificate(certificate: Certificate, last: Body, keys: Keys) -> str:
 
 def check_skip(certificate: Certificate, trusted: Body, keys: Keys) -> str:
     """Return why a later certificate may not be taken over at once: more than half of the trusted voters must sign."""
-    if certificate.body.round <= trusted.round or certificate.body.run != trusted.run:
+    body = certificate.body
+    if body.round <= trusted.round or body.run != trusted.run:
         return "it is not later"
+    if body.generation != trusted.generation and int(body.generation.partition(":")[0] or 0) < trusted.round:
+        return "it is of another generation"  # guard: skipped-generation
     return _check_votes(certificate, trusted.is_quorum, set(trusted.voters), keys)
 
 

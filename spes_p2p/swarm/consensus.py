@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from spes_p2p.swarm.certificate import (
     known_peers,
     signers_of,
 )
-from spes_p2p.swarm.chain import FINAL_AFTER, MAX_RECENT, Chain, ChainFile
+from spes_p2p.swarm.chain import Chain, ChainFile
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.part import Part, Rules
@@ -45,6 +46,12 @@ OTHERS_SECONDS = 2.0
 """Time that the others have once the first of them has answered."""
 LEAVE_SECONDS = 5.0
 """Longest time for a goodbye to reach the others."""
+
+
+def has_reopened(output: Path, round: int | None) -> bool:
+    """Return whether a peer's folder has a generation that began at a round."""
+    path = output / FOLDER / CERTIFICATES
+    return round is not None and path.exists() and f'"generation":"{round}:'.encode() in path.read_bytes()
 
 
 class Consensus:
@@ -83,11 +90,14 @@ class Consensus:
         say_few(logging.getLogger(Agreement.__module__))
         self._network = network
         self._keys = keys
+        self._rules = rules
         directory.mkdir(parents=True, exist_ok=True)
         self._file = ChainFile(directory / CERTIFICATES, start, keys)
         self._unanswered: set[str] = set()
         """Peers that were asked, and have not said yet that they know no more."""
         self._deciding: asyncio.Task[Body | None] | None = None
+        self._waits_for: tuple[str, ...] = ()
+        """Voters that the open round waits for."""
         chain, promises = self._file.load(), PromiseFile(directory / PROMISES)
         kept = promises.load()
 
@@ -156,11 +166,9 @@ class Consensus:
         return self._agreement.chain.body_at(round)
 
     def recent(self) -> str:
-        """Return round and digest of a recent certificate for a link, one that is hardly replaced any more."""
-        last = self.last()
-        body = self.body_at(last.round - FINAL_AFTER) if last.round > FINAL_AFTER else None
-        body = body or last
-        return f"{body.round}:{body.digest}" if body.round else ""
+        """Return round and digest of the newest final body, for a link; of the founding before there is one."""
+        chain = self._agreement.chain
+        return f"{chain.final}:{chain.digest_at(chain.final)}"
 
     def known(self) -> set[str] | None:
         """Return the peers that one of the last certificates knows; None before the first one."""
@@ -183,15 +191,32 @@ class Consensus:
         async def wait() -> bool:
             assert self._deciding is not None
             await asyncio.wait({self._deciding}, timeout=WAIT_SECONDS)
+            self._waits_for = () if self._deciding.done() else self._agreement.voter.waits_for()
             return self._deciding.done()
 
         self._network.run(begin(), CALL_SECONDS)
         assert self._deciding is not None
+        said: tuple[str, ...] = ()
         while not self._network.run(wait(), WAIT_SECONDS + CALL_SECONDS):
+            if self._waits_for not in ((), said):
+                said = self._waits_for
+                log.warning("round %d waits %s", self.last().round + 1, self.waiting())
             if on_wait():
                 self._network.notify(self._deciding.cancel)  # type: ignore[arg-type]
                 return None
         return None if self._deciding.cancelled() else self._deciding.result()
+
+    def waiting(self) -> str:
+        """Return for which voters the open round waits, and what helps; empty while enough of them answer."""
+        missing, last = self._waits_for, self.last()
+        if not missing:
+            return ""
+        seconds = max(0.0, self._network.now() - last.ends_at)
+        return (
+            f"for {', '.join(peer[-6:] for peer in missing)} since {seconds:.0f} s; keeping round {last.round}, trying "
+            f"all known addresses; start them again, or other voters go on after {self._rules.shrink_seconds:.0f} s "
+            f"(sooner: start again with --resume --alone)"
+        )
 
     def state(self, revision: Revision) -> None:
         """State in the next rounds that this peer has read a revision of the manifest."""
@@ -206,15 +231,21 @@ class Consensus:
 
         self._network.run(leave(), CALL_SECONDS)
 
-    def cut(self, round: int) -> None:
-        """Forget all certificates after a round, because the user has chosen to go back to it."""
-        chain = self._agreement.chain
-        if chain.body_at(round) is None:
+    def reopen(self, round: int) -> None:
+        """Begin a generation of the run with the state after a round, because the user has chosen to go back to it.
+
+        Raises:
+            ConfigError: the round's certificate is not kept here.
+        """
+        if self.last().generation.startswith(f"{round}:"):  # the flag was given to an earlier start
+            return
+        found = self._agreement.chain.certificate_at(round)
+        if found is None:
             raise ConfigError(f"there is no certificate of round {round} here; set --resume-round to a later one")
+        body = found.body.model_copy(update={"generation": f"{round}:{secrets.token_hex(16)}"})
 
         async def go_back() -> None:
-            chain.cut(round)
-            self._file.save(chain)
+            self._agreement.following.follow(found.model_copy(update={"body": body}))
             self._agreement.go_back()
 
         self._network.run(go_back(), CALL_SECONDS)
@@ -267,19 +298,18 @@ class Consensus:
             first: Peers to ask before the others.
 
         Raises:
-            AbsentError: no peer sent it, though the round is recent.
+            AbsentError: no peer sent it.
         """
         self._network.run(self._find(recent, first), MAX_TRIED * GUIDE_SECONDS + CALL_SECONDS)
 
     async def _find(self, recent: str, first: Collection[str]) -> None:
         round, _, digest = recent.partition(":")
-        number, is_old, agreement = int(round), False, self._agreement
+        number, agreement = int(round), self._agreement
         if not agreement.following.guide:  # it has a chain already
             return
 
         def is_tried(peer: str) -> bool:
-            chain = agreement.chain
-            return chain.body_at(number) is not None or chain.has(number, digest) or peer not in self._unanswered
+            return bool(agreement.chain.digest_at(number)) or peer not in self._unanswered
 
         others = sorted(
             {*first, *self._wire.peers()} - {self._network.peer_id}, key=lambda peer: (peer not in first, peer)
@@ -289,22 +319,17 @@ class Consensus:
             self._try_guide(peer)
             await agreement.until(partial(is_tried, peer), GUIDE_SECONDS)
             chain = agreement.chain
-            if chain.has(number, digest):
+            if chain.has(number, digest):  # guard: linked-chain
                 chain.final, agreement.following.guide = number, ""
                 self._file.save(chain)
                 return
-            is_old |= chain.body_at(number) is None and chain.last.round - number > MAX_RECENT // 2
-        if not is_old:  # guard: linked-chain
-            raise AbsentError(
-                f"no peer sent the chain with the link's certificate of round {number}; try again, or a newer link"
-            )
-        log.warning("peers do not keep round %d any more, which the link names; following what they have", number)
-        self._try_guide("")
+        raise AbsentError(
+            f"no peer sent the chain with the link's certificate of round {number}; try again, or a newer link"
+        )
 
     def _try_guide(self, peer: str) -> None:
-        """Begin the chain anew, and take certificates of one peer alone; of all again if it is empty."""
+        """Begin the chain anew, and take certificates of one peer alone."""
         agreement = self._agreement
         agreement.following.guide, agreement.following.chain = peer, Chain(agreement.chain.start)
         agreement.go_back(is_chosen=False)
-        if peer:
-            agreement.following.ask(peer)
+        agreement.following.ask(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import zip_longest
 
 from spes_p2p.swarm.certificate import (
     MAX_SENT,
@@ -67,16 +68,21 @@ class Following:
         known = self.chain.last.digest
         if self.guide not in ("", sender):
             return
-        for certificate in message.certificates:
+        for certificate, after in zip_longest(message.certificates, message.certificates[1:]):
             body, last = certificate.body, self.chain.last
-            if body.previous == last.digest:
+            if body.is_varied and not self._may_vary(body, after):
+                log.info("round %d: some peers went back to it, or go on without its voters; not this one", body.round)
+            elif body.previous == last.digest:
                 if not self.refusal(certificate, last):
                     self.follow(certificate)
             elif body.round > last.round + 1:
                 # A single one is the newest, and this peer asks for what it has missed.
-                if len(message.certificates) > 1 and self._skips(certificate, last):
+                is_proven = self._skips(certificate, last) and self.chain.is_led_to(
+                    certificate
+                )  # guard: skipped-contents
+                if len(message.certificates) > 1 and is_proven:
                     self.follow(certificate)
-            elif self._is_preferred(certificate):
+            elif self._is_preferred(certificate, after):
                 log.warning("round %d: following the preferred branch of a fork", body.round)
                 self.follow(certificate)
         if len(message.certificates) > 1 and self.chain.last.digest != known:
@@ -120,14 +126,50 @@ class Following:
         """Return whether more than half of a body's voters have signed a later certificate."""
         return not check_skip(certificate, trusted, self._keys)  # guard: signed-skip
 
-    def _is_preferred(self, certificate: Certificate) -> bool:
-        """Return whether a certificate opens a branch to be followed in place of this one."""
-        round = certificate.body.round
-        before, ours = self.chain.body_at(round - 1), self.chain.certificate_at(round)
-        if before is None or ours is None or round <= self.chain.final:  # guard: final-rounds
+    def _may_vary(self, body: Body, after: Certificate | None) -> bool:
+        """Return whether to follow a body that peers have changed.
+
+        If a quorum has gone on from there, all follow that have not come so far. Otherwise those whose users went back
+        to the same round agree on the smallest letters. While one of its own voters answers, no other stands in.
+        """
+        last = self.chain.last
+        if body.stood_in_for and any(not self._is_away(peer) for peer in body.stood_in_for):  # guard: stand-in-away
             return False
-        is_other = ours.body.digest != certificate.body.digest and preferred([ours, certificate]) is certificate
-        return is_other and not self.refusal(certificate, before)
+        if last.is_reopened and last.round == body.round and body.generation < last.generation:
+            return True
+        is_new = last.round < body.round or (last.round == body.round and (last.is_reopened or body.stood_in_for))
+        return bool(is_new) and self._goes_on(body, after)  # guard: varied-used
+
+    def _goes_on(self, body: Body, after: Certificate | None) -> bool:
+        """Return whether a quorum of a body's voters has certified what comes after it in a message."""
+        return after is not None and not check_certificate(after, body, self._keys)
+
+    def _is_preferred(self, certificate: Certificate, after: Certificate | None) -> bool:
+        """Return whether a certificate opens a branch to be followed in place of this one.
+
+        Voters that this branch has removed since have no say in it: their keys may be another's by now.
+        """
+        body, chain = certificate.body, self.chain
+        before, ours = chain.body_at(body.round - 1), chain.certificate_at(body.round)
+        if before is None or ours is None or ours.body.digest == body.digest:
+            return False
+        gone = set() if body.is_varied else chain.removed_since(body.round)  # guard: removed-signers
+        counted = {peer: each for peer, each in certificate.signatures.items() if peer not in gone}
+        certificate = certificate.model_copy(update={"signatures": counted})
+        if body.generation != ours.body.generation:
+            is_better = chain.last.is_reopened and body.is_reopened
+        elif body.stood_in_for:
+            is_better = chain.last is ours.body
+        elif ours.body.stood_in_for:  # its own voters go on
+            is_better = self._goes_on(body, after)
+        else:
+            is_better = preferred([ours, certificate]) is certificate
+        if not is_better or self.refusal(certificate, before):
+            return False
+        if body.round <= chain.final:  # guard: final-rounds
+            log.warning("round %d is final here, but voters have signed another end of it: a fork", body.round)
+            return False
+        return True
 
     def _is_in_time(self, certificate: Certificate) -> bool:
         """Return whether a certificate has come soon after its round's end, and not in a burst, by this clock."""

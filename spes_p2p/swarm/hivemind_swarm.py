@@ -184,6 +184,11 @@ class HivemindSwarm:
             self._follow()
             self.consensus.find(recent, () if self._machine is None else self.node.initial_peers())
 
+    def revoke(self, invites: Collection[str]) -> None:
+        """Let the invites whose ids begin with these letters hold no more."""
+        if self._membership.guests is not None:
+            self._membership.guests.revoked = invites
+
     # ------------------------------------------------------------------ records
 
     def now(self) -> float:
@@ -323,14 +328,8 @@ class HivemindSwarm:
             outcome = await asyncio.to_thread(self._take, roster, averaged, contribution, met_at - began, stage)
             return Outcome(*outcome, averaged.lost) if outcome is not None else Outcome(None)
 
-        known, waits_since = self.consensus.known(), self.now()
-
-        def is_over() -> bool:
-            self._membership.say_if_lost(last.round, known, waits_since, self._rounds.shrink_seconds)
-            return self._membership.is_stopped
-
         part = Part(member, average, lambda: {*expected} - lost, closes_from)
-        return self.consensus.settle(part, on_wait=is_over)
+        return self.consensus.settle(part, on_wait=lambda: self._membership.is_stopped)
 
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         return self._encoding.encode(contribution)

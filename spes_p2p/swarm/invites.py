@@ -11,7 +11,7 @@ import base64
 import functools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -90,11 +90,15 @@ class GuestList:
         keys: Checks signatures; knows the founder's public key.
         shown: Proof of this peer's own invite; empty without one.
         is_closed: Whether only those with an invite take part.
+
+    Attributes:
+        revoked: First letters of the invites that hold no more, by the manifest's revision in force.
     """
 
     def __init__(self, founding: str, founder: str, keys: Keys, shown: str = "", *, is_closed: bool = False) -> None:
         self.shown = shown
         self.is_closed = is_closed
+        self.revoked: Collection[str] = ()
         self._founding = founding
         self._founder = founder
         self._check = functools.lru_cache(MAX_KNOWN)(functools.partial(_checked, keys, founder, founding))
@@ -117,7 +121,13 @@ class GuestList:
             raise RecordError(reason)
         if (expires := int(form[2])) < now:  # guard: invite-end
             raise RecordError(f"has an invite that ended {now - expires:.0f} s ago")
+        if self.is_revoked(form[1]):  # guard: invite-revoked
+            raise RecordError("has an invite that the founder has revoked")
         return Invite(form[1][:ID_LETTERS], int(form[3]), form[4] == "1")
+
+    def is_revoked(self, invite: str) -> bool:
+        """Check whether the founder has revoked an invite, by its id."""
+        return any(invite.startswith(letters) for letters in self.revoked)
 
     def refusals(self, shown: Mapping[str, str], now: float) -> dict[str, str]:
         """Return the peers that may not take part, with reasons; of an invite's identities, the smallest ids may.

@@ -28,10 +28,11 @@ from spes_p2p.config import FOUNDED, RunConfig, RunId
 from spes_p2p.config.changes import changes, check_changes
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.certificate import Body, Revision, genesis, shares
+from spes_p2p.swarm.certificate import Body, Revision, genesis
 from spes_p2p.swarm.exchange.versions import MANIFEST, REVISION, TOKENIZER, Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.invites import GuestList, show
+from spes_p2p.swarm.next_body import shares
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import PROTOCOL, Count, Digest, ManifestRecord, PeerId, Software
 
@@ -357,6 +358,7 @@ class Revisions:
             words = ", ".join(f"{name} {old!r} -> {now!r}" for name, (old, now) in changes(self.run, new).items())
             log.info("revision %d of the run's settings is in force: %s", revision.number, words)
             self._number, self.run = revision.number, new
+            self.swarm.revoke(new.revoked_invites)
 
     def _newest(self) -> Revision:
         known = [Revision(number=each.revision, digest=digest) for digest, each in self._known.items()]

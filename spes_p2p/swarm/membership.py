@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,7 +18,6 @@ log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 300.0
 """Lifetime of a metrics record: long enough for a monitor that was away for some rounds."""
-SAY_SECONDS = 20.0
 STOP_SECONDS = 1.0
 
 
@@ -43,7 +41,6 @@ class Membership:
         self._rounds = RoundConfig()
         self._beat: Callable[[], None] = lambda: None
         self._refused: frozenset[str] = frozenset()
-        self._said_lost_at = -math.inf
         self._renewed: dict[type[Record], Record] = {}
         self._renewing = threading.Lock()
         self._last_read: dict[type[Record], Mapping[str, Record]] = {}
@@ -126,29 +123,6 @@ class Membership:
     def last_read(self, kind: type[Record]) -> Mapping[str, Record]:
         """Return the result of the last `read`."""
         return self._last_read.get(kind, {})
-
-    def say_if_lost(self, round: int, known: Collection[str] | None, began: float, seconds: float) -> None:
-        """Say now and then that no other peer is active.
-
-        A peer cannot tell whether the others have died or only the network between them; if it trained on alone, it
-        would split the run in two.
-
-        Args:
-            round: The last round that this peer has committed.
-            known: Peers that one of the last certificates names: a ghost is no swarm. None counts all.
-            began: DHT time at which its wait began.
-            seconds: Time after which the run may go on without the others.
-        """
-        active = {peer for peer, claim in self.read(Claim).items() if claim.state == "active"}  # type: ignore[attr-defined]
-        now = self._network.now()
-        is_alone = not (active if known is None else active.intersection(known)) - {self._network.peer_id}
-        if is_alone and now - self._said_lost_at >= SAY_SECONDS:
-            self._said_lost_at = now
-            log.warning(
-                "the swarm is out of reach since %.0f s; keeping round %d, trying all known addresses; a voter goes on "
-                "alone in %.0f s (sooner: start again with --resume --alone)",
-                *(now - began, round, max(0.0, began + seconds - now)),
-            )
 
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:

@@ -34,8 +34,6 @@ class Promises(Document):
     """DHT time at which the voter noticed that earlier promises are lost; it votes in rounds that began later."""
     proofs: tuple[Proof, ...] = Field(default=(), max_length=MAX_VOTERS)
     """The newest proofs against voters, of any round: no other peer may have them."""
-    reopened: Count = 0
-    """The last round that the user has gone back to before: voters may have voted in it twice."""
 
     @property
     def next_attempt(self) -> int:

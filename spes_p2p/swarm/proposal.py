@@ -30,9 +30,7 @@ from spes_p2p.swarm.certificate import (
     RoundStatement,
     Vote,
     check_shrunk,
-    decide_slots,
     is_certified,
-    make_body,
     max_leaving,
     max_strangers,
     removed_voters,
@@ -41,6 +39,7 @@ from spes_p2p.swarm.certificate import (
     vote_for,
 )
 from spes_p2p.swarm.invites import GuestList, ShownInvite
+from spes_p2p.swarm.next_body import decide_slots, make_body
 from spes_p2p.swarm.records import Digest
 from spes_p2p.swarm.roster import Member
 
@@ -185,11 +184,16 @@ def guilty_voters(proofs: Iterable[Proof], last: Body) -> set[str]:
     return {contradiction(proof.vote, proof.other) for proof in proofs} & set(last.voters)  # guard: voters-banned
 
 
-def leaving_voters(proposal: Proposal, last: Body) -> set[str]:
-    """Return the voters with a proof against them, or with a goodbye."""
+def leaving_voters(proposal: Proposal, last: Body, guests: GuestList | None) -> set[str]:
+    """Return the voters with a proof against them, with a goodbye, or whose seats are revoked."""
     body = proposal.body
     left = {each.peer_id for each in proposal.goodbyes if each.counts(body.run, body.round)}
-    return left | guilty_voters(proposal.proofs, last)
+    return left | guilty_voters(proposal.proofs, last) | revoked_peers(last, guests)
+
+
+def revoked_peers(last: Body, guests: GuestList | None) -> set[str]:
+    """Return the peers whose seats the founder has revoked."""
+    return {peer for peer, invite in last.seats.items() if guests is not None and guests.is_revoked(invite)}
 
 
 def promises_in(entries: Iterable[Entry], last: Body, absent: Collection[str]) -> list[Entry]:
@@ -299,10 +303,11 @@ def check_body(proposal: Proposal, last: Body, keys: Keys, min_peers: int, guest
         removed=removed,
         guilty=guilty,
         shrunk=body.shrunk,
+        revoked=revoked_peers(last, guests),
     )
     if made != body:
         return "it does not follow from its results"
-    for peer in removed - leaving_voters(proposal, last):
+    for peer in removed - leaving_voters(proposal, last, guests):
         missed = 0 if peer in listed else last.absent.get(peer, 0) + 1
         if missed < ABSENT_ROUNDS:  # guard: absent-first
             return f"{peer} was removed after missing {missed} rosters"

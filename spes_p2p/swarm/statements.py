@@ -22,13 +22,11 @@ class Statements:
     Args:
         keys: The public keys of those that sign.
         proofs: Those that an earlier process has kept.
-        reopened: Last round that the user has gone back to before: voters may have voted in it twice.
     """
 
-    def __init__(self, keys: Keys, proofs: Iterable[Proof], reopened: int) -> None:
+    def __init__(self, keys: Keys, proofs: Iterable[Proof]) -> None:
         self.proofs = {proof.vote.peer_id: proof for proof in proofs}
         """Proofs against voters, by peer."""
-        self.reopened = reopened
         self._keys = keys
         self._kept: dict[int, dict[str, list[Vote | Entry]]] = {}
         """Statements by round and peer."""
@@ -37,9 +35,9 @@ class Statements:
         """Round and attempt of each voter's newest entry."""
 
     def counts(self, proof: Proof, last: Body) -> bool:
-        """Return whether a proof is of the last rounds, and of none that the user has gone back to before."""
+        """Return whether a proof is of the last rounds."""
         newest = last.round + 1
-        return max(newest - WATCHED_ROUNDS, self.reopened) < proof.vote.round <= newest  # guard: recent-proof
+        return newest - WATCHED_ROUNDS < proof.vote.round <= newest  # guard: recent-proof
 
     def open_round(self, last: Body) -> None:
         """Forget what is of a round long ago."""

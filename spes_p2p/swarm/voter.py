@@ -13,7 +13,6 @@ from spes_p2p.swarm.certificate import (
     Result,
     Vote,
     is_certified,
-    make_body,
     max_leaving,
     removed_voters,
     roster_digest,
@@ -22,6 +21,7 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.following import Following
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.names import SHARED
+from spes_p2p.swarm.next_body import make_body
 from spes_p2p.swarm.part import Rules, Wire
 from spes_p2p.swarm.promises import Promises
 from spes_p2p.swarm.proposal import (
@@ -34,6 +34,7 @@ from spes_p2p.swarm.proposal import (
     counted_results,
     leaving_voters,
     left_out,
+    revoked_peers,
 )
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.swarm.statements import Statements
@@ -81,9 +82,11 @@ class Voter:
             self.promises = self._blank(lost_at=None if is_new and promises is None else wire.now())
         elif promises.previous != last.digest:  # the process ended between the certificate and the promises
             self.promises = self._blank()
-        self.statements = Statements(keys, self.promises.proofs, self.promises.reopened)
+        self.statements = Statements(keys, self.promises.proofs)
         self.forgetful = {self._me} if self.is_lost else set()
         """Voters whose promises are lost, as they say."""
+        self.mute: Callable[[float], set[str]] = lambda seconds: set()
+        """Returns the voters that have not voted in the open round for so long, whether they are here or not."""
 
     # ------------------------------------------------------------------ promises
 
@@ -141,11 +144,9 @@ class Voter:
         return any(vote.is_signed(self._keys) for vote in mine)  # guard: forgotten-vote
 
     def go_back(self, *, is_chosen: bool) -> None:
-        """Begin the round after the last certificate of a chain that was cut, by the user's choice or another's."""
-        reopened = max(self.promises.reopened, self.promises.round)
-        if is_chosen:
-            self.statements.reopened = reopened
-        self._renew(**({"reopened": reopened, "lost_at": None} if is_chosen else {}))  # guard: reopened-round
+        """Begin the round after the last certificate of another chain; in a generation that the user has begun nothing
+        is promised yet."""
+        self._renew(**({"lost_at": None} if is_chosen else {}))
 
     def _renew(self, **changes: object) -> None:
         self.promises = self._blank(**changes)  # first: the disk may be full
@@ -164,16 +165,33 @@ class Voter:
     def absent(self) -> list[str]:
         """Return the voters to go on without, if the others are no quorum.
 
-        Those that have said goodbye; once the round stands also those that are gone, and those whose promises are lost.
-        If there are no others, the first of these goes on alone.
+        Those that have said goodbye; once the round stands also those that are gone or mute, and those whose promises
+        are lost. If there are no others, the first of these goes on alone.
         """
         voters = self._following.chain.last.voters
         rest = [peer for peer in voters if peer not in self.statements.goodbyes(self._following.chain.last)]
         if self.stands:
-            rest = [peer for peer in rest if not self._wire.is_gone(peer)]
+            mute = self.mute(self._rules.shrink_seconds)
+            rest = [peer for peer in rest if not self._wire.is_gone(peer) and peer not in mute]  # guard: mute-voter
             rest = [peer for peer in rest if peer not in self.forgetful] or rest[:1]
         absent = [peer for peer in voters if peer not in rest]
         return [] if not rest or self._following.chain.last.is_quorum(rest) else absent
+
+    def waits_for(self) -> tuple[str, ...]:
+        """Return the voters that the open round waits for: the gone and, once it is late, the mute, if the others are
+        no quorum."""
+        last, seconds = self._following.chain.last, self._rules.round_seconds
+        mute = self.mute(seconds) if self._wire.now() > last.ends_at + seconds else ()
+        missing = [peer for peer in last.voters if self._wire.is_gone(peer) or peer in mute]
+        return () if last.is_quorum(set(last.voters) - set(missing)) else tuple(missing)
+
+    def stand_in(self) -> Body | None:
+        """Return the last body with this peer among its voters, if it holds a seat and none of its own voters answers;
+        otherwise None."""
+        last, mute = self._following.chain.last, self.mute(self._rules.shrink_seconds)
+        other = last.stand_in() if self.stands else None
+        answers = [peer for peer in last.voters if not self._wire.is_gone(peer) and peer not in mute]
+        return other if other is not None and self._me in other.voters and not answers else None
 
     def is_quorum(self, peers: Collection[str]) -> bool:
         """Return whether some peers can certify the open round, as far as this peer knows."""
@@ -221,6 +239,7 @@ class Voter:
             removed=removed,
             guilty=guilty,
             shrunk=absent,
+            revoked=revoked_peers(last, self._guests),
         )
         return (
             None
@@ -240,14 +259,16 @@ class Voter:
         return Turn(vote=vote_for(body, attempt, self._me).signed(self._keys), entries=tuple(entries))
 
     def _due_to_leave(self, present: Collection[str]) -> list[str]:
-        """Return the voters to remove: the guilty, those that said goodbye, those that missed rosters and are gone."""
+        """Return the voters to remove: revoked or guilty ones, those that said goodbye, those that missed rosters and
+        are gone."""
         last = self._following.chain.last
         missed = [
             peer
             for peer in last.voters
             if last.absent.get(peer, 0) + 1 >= ABSENT_ROUNDS and peer not in present and self._wire.is_gone(peer)
         ]
-        due = dict.fromkeys((*self.statements.proofs, *self.statements.goodbyes(last), *missed))
+        revoked = [peer for peer in last.voters if peer in revoked_peers(last, self._guests)]
+        due = dict.fromkeys((*revoked, *self.statements.proofs, *self.statements.goodbyes(last), *missed))
         return [peer for peer in due if peer in last.voters][: max_leaving(len(last.voters))]
 
     # ------------------------------------------------------------------ why a proposal is refused
@@ -319,8 +340,9 @@ class Voter:
         """Return why a body is not of this time, or goes on without voters that are here."""
         body, last = proposal.body, self._following.chain.last
         returned = {each.peer_id for each in proposal.goodbyes if self.statements.is_over(each)}  # guard: goodbye-over
-        leaving = leaving_voters(proposal, last) - returned
-        here = {peer for peer in set(body.shrunk) - leaving if not self._wire.is_gone(peer)} - self.forgetful
+        leaving = leaving_voters(proposal, last, self._guests) - returned
+        here = {peer for peer in set(body.shrunk) - leaving if not self._wire.is_gone(peer)}
+        here -= self.forgetful | self.mute(self._rules.shrink_seconds)
         if here or (set(body.shrunk) - leaving and not self.stands):  # guard: shrink-late
             return "the absent voters may come back"
         if proposal.is_repeated:

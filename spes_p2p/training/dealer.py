@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from spes_p2p.config import RunConfig
-from spes_p2p.swarm.certificate import MAX_BATCHES, shares
+from spes_p2p.swarm.certificate import MAX_BATCHES
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.next_body import shares
 
 RESERVE = 1.25
 """Batches that a peer asks for, per batch that it has trained: rounds vary in length."""

@@ -20,12 +20,12 @@ from spes_p2p.swarm.certificate import (
     Result,
     SlotState,
     Vote,
-    make_body,
     roster_digest,
     vote_for,
 )
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.next_body import make_body
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.part import Outcome, Part, Rules
 from spes_p2p.swarm.promises import Promises
@@ -79,6 +79,11 @@ def last_body(voters: Sequence[str] = PEERS[:5], **changes: Any) -> Body:
         "slots": (SlotState(round=3, digest=digest("slot 0")), SlotState(round=0)),
     }
     return Body(**fields | changes)
+
+
+def reopened(body: Body, letters: str = "0") -> Body:
+    """Return a body that a user has gone back to."""
+    return body.model_copy(update={"generation": f"{body.round}:{letters * 32}"})
 
 
 def members(*peers: str) -> tuple[MemberEntry, ...]:

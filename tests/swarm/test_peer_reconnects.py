@@ -95,7 +95,7 @@ def kill_the_other(a: Command, b: Command, story: Story) -> None:
     b.signal(signal.SIGKILL)
     b.end()
     lines = len(a.lines)
-    said = a.wait_for(r"the swarm is out of reach since .* keeping round (\d+), trying .*--alone", after=lines)
+    said = a.wait_for(r"waits for .* keeping round (\d+), trying .*--alone", after=lines)
     story.waiting, story.kept_round = said[0], int(said[1])
     lines = len(a.lines)
     threading.Event().wait(5.0)

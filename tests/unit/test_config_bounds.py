@@ -147,6 +147,7 @@ def test_every_setting_is_drawn_but_texts() -> None:
     nested = {
         ("model", "start"),
         ("", "adapter"),
+        ("", "revoked_invites"),
         *(("", name) for name in sections(RunConfig) if name),
     }
     assert known - set(RANGES) == texts | nested

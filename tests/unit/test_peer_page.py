@@ -29,6 +29,8 @@ class ScriptedSwarm:
         self.peer_id = peer_id(0)
         self.node = SimpleNamespace(client_mode=False)
         self.watchdog = SimpleNamespace(seconds_alone=0.0, neighbours=1)
+        self.waits = ""
+        self.consensus = SimpleNamespace(waiting=lambda: self.waits)
         self.links = SimpleNamespace(ways=lambda: {peer_id(1): "met"})
         self.reports: list[Metrics] = []
         self.silences = 0
@@ -84,6 +86,9 @@ def test_the_page_says_where_the_peer_is_in_its_life(page: PeerPage, swarm: Scri
     wait_for(tmp_path, lambda state: state["now"]["state"] == "joining" and "others" in state["now"]["why"])
     page.say("")
     wait_for(tmp_path, lambda state: state["now"]["state"] == "training")
+    swarm.waits = "for abcdef since 60 s"
+    wait_for(tmp_path, lambda state: state["now"]["state"] == "waiting" and "abcdef" in state["now"]["why"])
+    swarm.waits = ""
     swarm.watchdog.seconds_alone = 99.0
     wait_for(tmp_path, lambda state: state["now"]["state"] == "alone" and "99 s" in state["now"]["why"])
     page.say("leaving", "others fetch what only this peer has")

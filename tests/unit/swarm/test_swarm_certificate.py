@@ -19,16 +19,13 @@ from spes_p2p.swarm.certificate import (
     Result,
     check_certificate,
     check_skip,
-    decide_slots,
     genesis,
-    make_body,
     max_leaving,
-    next_voters,
     preferred,
-    shares,
     strangers,
 )
 from spes_p2p.swarm.invites import Invite
+from spes_p2p.swarm.next_body import decide_slots, make_body, next_voters, shares
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from spes_p2p.swarm.proposal import check_proposal
 from tests.support.agreement import MIN_PEERS, PEERS, Round, changed, digest, last_body, members

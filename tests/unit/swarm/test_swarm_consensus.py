@@ -20,7 +20,7 @@ from spes_p2p.swarm.wire import packed
 
 pytestmark = pytest.mark.timeout(120)
 
-NAMES = "abcd"
+NAMES = "abcde"
 CATCH_UP_SECONDS = 10.0
 
 
@@ -165,7 +165,8 @@ def test_a_newcomer_with_a_link_follows_no_chain_but_the_links(three: Run) -> No
     """Former voters' keys sign another chain, which the newcomer meets first."""
     for _ in range(3):
         last = three.decide("abc")
-    recent = three.peers["a"].consensus.recent()
+    assert three.peers["a"].consensus.recent() == f"0:{three.start_body.digest}", "nothing is final yet"
+    recent = f"{last.round}:{last.digest}"
     newcomer = three.start("d", finds=True)
     forged = Chain(three.start_body)
     for _ in range(last.round + 2):
@@ -242,7 +243,9 @@ def test_a_voter_whose_others_have_left_goes_on_alone(three: Run) -> None:
     assert three.decide("a").round == 3
 
 
-def test_a_voter_whose_others_have_died_waits_for_them_and_then_goes_on(three: Run) -> None:
+def test_a_voter_whose_others_have_died_waits_for_them_says_so_and_then_goes_on(
+    three: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     last = three.decide("abc")
     for name in "bc":
         three.kill(name)
@@ -250,17 +253,42 @@ def test_a_voter_whose_others_have_died_waits_for_them_and_then_goes_on(three: R
     began = three.network.loop.time()
     body = three.decide("a")
     assert three.network.loop.time() - began > RULES.shrink_seconds
+    words = f"round 2 waits for {', '.join(peer[-6:] for peer in last.voters if peer != three.ids['a'])} since"
+    assert caplog.text.count(words) == 1 and not three.peers["a"].consensus.waiting()
     assert set(body.shrunk) == set(last.voters) - {three.ids["a"]}
     assert three.decide("a").round == 3, "at once"
 
 
-def test_all_that_go_back_decide_the_round_again(three: Run) -> None:
-    bodies = [three.decide("abc") for _ in range(3)]
-    for peer in three.peers.values():
+def test_all_that_go_back_decide_the_round_again_and_who_does_not_stays_where_it_is(run: Run) -> None:
+    for name in "abcd":
+        run.start(name).others = set(run.ids.values())
+    bodies = [run.decide("abc") for _ in range(3)]
+    run.live([lambda: run.peers["d"].consensus.catch_up(CATCH_UP_SECONDS)])
+    for name in "abc":
+        peer = run.peers[name]
         with pytest.raises(ConfigError, match="no certificate of round 9"):
-            three.live([lambda peer=peer: peer.consensus.cut(9)])
-        three.live([lambda peer=peer: peer.consensus.cut(1)])
-        assert peer.rounds() == [1] and peer.last == bodies[0]
-    again = three.decide("abc")
-    assert again.previous == bodies[0].digest and again.round == 2
-    assert not three.peers["a"].consensus._agreement.voter.statements.proofs, "two votes in one round prove nothing"
+            run.live([lambda peer=peer: peer.consensus.reopen(9)])
+        run.live([lambda peer=peer: peer.consensus.reopen(1)])
+        assert peer.rounds() == [1] and peer.last.is_reopened
+    run.live([lambda peer=peer: peer.consensus.catch_up(CATCH_UP_SECONDS) for peer in run.peers.values()])
+    again = run.decide("abc")
+    assert again.round == 2 and again.previous != bodies[0].digest and len(again.members) == 3
+    assert not run.peers["a"].consensus._agreement.voter.statements.proofs, "two votes in one round prove nothing"
+    run.live([lambda: run.peers["d"].consensus.catch_up(CATCH_UP_SECONDS)])
+    assert run.peers["d"].last == bodies[-1], "its user has not gone back"
+    run.live([lambda: run.peers["a"].consensus.reopen(1)])
+    assert run.peers["a"].last == again, "only once"
+
+
+def test_a_newcomer_checks_a_link_of_any_age(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.swarm.chain.MAX_RECENT", 4)
+    digests = [three.decide("abc").digest for _ in range(20)]
+    assert three.peers["a"].consensus.body_at(5) is None
+    misled = three.start("e", finds=True)
+    with pytest.raises(AbsentError, match="try again, or a newer link"):
+        three.live([lambda: misled.consensus.find(f"5:{digests[5]}", ())])
+    newcomer = three.start("d", finds=True)
+    three.live([lambda: newcomer.consensus.find(f"5:{digests[4]}", ())])
+    assert newcomer.last.digest == digests[-1]
+    three.kill("d")
+    assert three.start("d", finds=True).consensus._agreement.chain.has(5, digests[4])

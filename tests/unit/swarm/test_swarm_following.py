@@ -8,23 +8,44 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.history_liars import Liar
+from benchmarks.history_liars import Liar, Silent
 from benchmarks.history_peers import NUM_SLOTS, Node, World
 from spes_p2p.errors import ConfigError
-from spes_p2p.swarm.certificate import Certificates, Question, Result, Revision, check_skip, genesis
+from spes_p2p.swarm.certificate import (
+    Certificates,
+    Question,
+    Result,
+    Revision,
+    Vote,
+    check_skip,
+    digests_after,
+    genesis,
+)
 from spes_p2p.swarm.chain import Chain, ChainFile
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
+from spes_p2p.swarm.promises import Promises
 from spes_p2p.swarm.proposal import Proposal
-from tests.support.agreement import ENDED, PEERS, RULES, Peer, Round, digest, last_body, virtually
+from tests.support.agreement import (
+    ENDED,
+    PEERS,
+    RULES,
+    Peer,
+    Round,
+    changed,
+    digest,
+    last_body,
+    reopened,
+    virtually,
+)
 
 START = genesis("run", PEERS[0], digest("manifest"), NUM_SLOTS, PEERS[:12])
 VOTERS = PEERS[:5]
 
 
 @asynccontextmanager
-async def swarm(seed, num=4, kinds=None):
+async def swarm(seed, num=4, kinds=None, start=START):
     """Yield a world whose peers have started; all of them vote after the first round."""
-    world = World(0, random.Random(seed), START)
+    world = World(0, random.Random(seed), start)
     for peer in PEERS[:num]:
         world.nodes[peer] = (kinds or {}).get(peer, Node)(world, peer)
         world.nodes[peer].start()
@@ -79,6 +100,112 @@ def test_a_voter_that_leaves_is_out_after_the_next_certificate_and_a_proof_outli
             await asyncio.sleep(100)
             voters = {certificate.body.round: certificate.body.voters for certificate in node.chain}
             assert PEERS[2] not in voters[round + 2] and PEERS[3] not in node.last.voters
+
+    virtually(run())
+
+
+@pytest.mark.parametrize("num_back", [1, 2, 4])
+def test_those_that_voted_before_go_on_if_the_last_voter_does_not_come_back(num_back, seed):
+    """Five laptops are closed one by one, and some are opened again; not the one that was closed last.
+
+    They have heard of its last rounds, otherwise it would not be the only voter for them.
+    """
+
+    async def run():
+        async with swarm(seed, 5, start=changed(START, seats=dict.fromkeys(VOTERS, ""))) as world:
+            await asyncio.sleep(60)
+            fifth, *others = world.nodes.values()
+            for node in others:
+                node.agreement.leave()
+                node.stop()
+                await asyncio.sleep(40)
+            assert fifth.last.voters == (fifth.peer_id,)
+            fifth.stop()
+            back, round = others[:num_back], fifth.last.round
+            for node in back:
+                node.chain = list(fifth.chain)
+                node.disk = Promises(previous=fifth.last.digest, round=round + 1)
+                node.start()
+            await asyncio.sleep(RULES.shrink_seconds - 60)
+            assert {node.last.round for node in back} == {round}
+            assert back[0].agreement.voter.waits_for() == (fifth.peer_id,)
+            await asyncio.sleep(120 if num_back == 4 else RULES.shrink_seconds + 180)
+            assert all(node.last.round > round + 3 for node in back) and is_one_branch(world)
+            voters = set(back[0].last.voters)
+            assert fifth.peer_id not in voters and voters >= {node.peer_id for node in back}
+            fifth.start()
+            await asyncio.sleep(60)
+            assert is_one_branch(world) and fifth.last.round > round + 4
+
+    virtually(run())
+
+
+def test_nobody_stands_in_while_a_voter_answers_nor_others_than_the_holders_of_seats():
+    before = Round(last_body())
+    seats = dict.fromkeys(PEERS[:8], "")
+    body = changed(before.body(), voters=VOTERS[:2], seats=seats)
+    other = body.stand_in()
+    assert other.voters == tuple(sorted(set(PEERS[:8]) - set(VOTERS[:2])))
+    round = Round(other, other.voters)
+    real, next_one = before.certify(body, VOTERS), round.certify(round.body(), other.voters)
+    stands = before.certify(body, VOTERS).model_copy(update={"body": other})
+
+    async def run(*certificates, gone=VOTERS[:2], known=False):
+        peer = Peer(before, PEERS[5], gone=gone)
+        if known:
+            peer.receive(Certificates(certificates=(real,)))
+        peer.receive(Certificates(certificates=certificates))
+        return peer.agreement.chain.last.round
+
+    assert virtually(run(stands, next_one)) == virtually(run(stands, next_one, known=True)) == 22
+    assert virtually(run(stands, next_one, gone=VOTERS[:1])) == 20
+    assert virtually(run(stands)) == 20, "none of them has gone on"
+    strange = Round(changed(other, voters=PEERS[20:22]), PEERS[20:22])
+    forged = stands.model_copy(update={"body": strange.last})
+    assert virtually(run(forged, strange.certify(strange.body(), PEERS[20:22]))) == 20
+
+
+def test_what_its_own_voters_certify_replaces_what_others_did_in_their_place():
+    before = Round(last_body())
+    body = changed(before.body(), voters=VOTERS[:2], seats=dict.fromkeys(PEERS[:8], ""))
+    own, other = Round(body, VOTERS[:2]), Round(body.stand_in(), body.stand_in().voters)
+    real, stands = before.certify(body, VOTERS), before.certify(body, VOTERS).model_copy(update={"body": other.last})
+
+    async def run(*certificates):
+        peer = Peer(before, PEERS[5], gone=VOTERS[:2])
+        peer.receive(Certificates(certificates=(stands, other.certify(other.body(), other.last.voters))))
+        assert peer.agreement.chain.last.round == 22
+        peer.receive(Certificates(certificates=certificates))
+        return peer.agreement.chain.last.voters
+
+    assert virtually(run(real)) == other.last.voters
+    assert virtually(run(real, own.certify(own.body(), VOTERS[:2]))) == own.last.voters
+
+
+class Unvoting(Liar):
+    """Comes to each meeting, and votes for nothing, nor proposes anything."""
+
+    hides = (Vote, Proposal, Certificates)
+
+
+@pytest.mark.parametrize("liar", [Silent, Unvoting])
+def test_of_two_voters_one_goes_on_without_one_that_is_here_and_does_not_vote(liar, seed):
+    """The first of two would be a quorum alone."""
+
+    async def run():
+        async with swarm(seed) as world:
+            for each in (world.nodes[peer] for peer in PEERS[2:4]):
+                each.agreement.leave()
+                each.stop()
+            await asyncio.sleep(60)
+            first, other = (world.nodes[peer] for peer in world.nodes[PEERS[0]].last.voters)
+            world.turn(first.peer_id, liar)
+            round = other.last.round
+            await asyncio.sleep(RULES.shrink_seconds - 60)
+            assert other.last.round <= round + 1 and other.agreement.voter.waits_for() == (first.peer_id,)
+            await asyncio.sleep(200)
+            assert other.last.round > round + 3 and first.peer_id not in other.last.voters
+            assert not other.agreement.voter.waits_for()
 
     virtually(run())
 
@@ -182,6 +309,31 @@ def test_no_branch_replaces_a_certificate_that_eight_have_followed_in_time(is_re
     virtually(run())
 
 
+def test_voters_that_a_branch_has_removed_certify_no_other(seed):
+    """Two of four have left; with one of those that stayed they were a majority before."""
+
+    async def run():
+        async with swarm(seed) as world:
+            await asyncio.sleep(70)
+            node, stays, *left = (world.nodes[peer] for peer in PEERS[:4])
+            before = node.agreement.chain.last.round
+            for each in left:
+                each.agreement.leave()
+                each.stop()
+            while len(node.last.voters) > 2:
+                await asyncio.sleep(1)
+            chain = node.agreement.chain
+            round = next(body.round for body in map(chain.body_at, range(before + 1, chain.last.round + 1)))
+            certificate = forged(chain, round)
+            signatures = {each.peer_id: certificate.signatures[each.peer_id] for each in (stays, *left)}
+            receive(node, certificate.model_copy(update={"signatures": signatures}))
+            assert not node.agreement.chain.has(round, certificate.body.digest)
+            receive(node, certificate)
+            assert node.agreement.chain.has(round, certificate.body.digest), "those that stayed can heal"
+
+    virtually(run())
+
+
 def test_certificates_that_come_long_after_their_rounds_make_nothing_final(seed):
     async def run():
         async with swarm(seed) as world:
@@ -238,6 +390,17 @@ def test_from_a_shrunk_certificate_on_nothing_is_final_and_before_it_all_stays_s
             assert is_replaced(node, shrunk + 1)
 
     virtually(run())
+
+
+@pytest.mark.parametrize("seconds", [30_000.0, 100_000.0])
+def test_a_day_after_a_shrunk_certificate_rounds_become_final_again(monkeypatch, seconds):
+    monkeypatch.setattr("spes_p2p.swarm.chain.MAX_RECENT", 8)
+    chain = Chain(START)
+    for count in range(1, 40):
+        round = Round(chain.last, PEERS[:3])
+        body = round.body(ends_at=1.0 + seconds * (count > 20), shrunk=PEERS[1:2] if count == 9 else ())
+        chain.add(round.certify(body, PEERS[:1]), lambda *_: True, is_in_time=True)
+    assert chain.final == (31 if seconds > 86_400 else 0)
 
 
 def test_a_shrunk_certificate_is_followed_at_once_only_with_goodbyes_of_those_that_left():
@@ -331,16 +494,72 @@ def test_a_late_peer_skips_the_certificates_that_a_long_run_does_not_keep(monkey
 
 @pytest.mark.parametrize("signers", [1, 2, 3])
 def test_what_too_few_known_voters_have_signed_is_not_skipped_to_nor_a_single_certificate(signers):
-    async def run(num):
+    async def run(num, *, is_led_to=True):
         peer = Peer(Round(), VOTERS[0])
         last, strange = peer.round.last, PEERS[20:25]
-        later = Round(last_body(strange, round=40))
-        first = later.certify(later.body(), (*last.voters[:signers], *strange))
+        contents = list(map(digest, range(21, 40)))
+        later = Round(last_body(strange, round=40, previous=digests_after(last.digest, contents)[-1]))
+        skipped = "".join([*contents, later.last.content]) if is_led_to else ""
+        first = later.certify(later.body(), (*last.voters[:signers], *strange)).model_copy(update={"skipped": skipped})
         after = Round(first.body, strange)
         peer.receive(Certificates(certificates=(first, after.certify(after.body(), strange))[:num]))
         return peer.agreement.chain.last != last
 
-    assert virtually(run(2)) == (signers > 2) and not virtually(run(1))
+    assert virtually(run(2)) == (signers > 2) and not virtually(run(1)) and not virtually(run(2, is_led_to=False))
+
+
+# ---------------------------------------------------------------------- generations
+
+
+def test_a_reopened_body_is_followed_only_if_a_quorum_has_gone_on_from_it():
+    """Anyone can make one; a peer that has not come so far would leave the run."""
+    before = Round(last_body())
+    round = Round(before.body(), VOTERS)
+    other = Round(reopened(round.last), VOTERS)
+    real, open_again = before.certify(round.last, VOTERS), before.certify(round.last, VOTERS)
+    open_again = open_again.model_copy(update={"body": other.last})
+    few, enough = (other.certify(other.body(), VOTERS[:count]) for count in (2, 3))
+
+    async def run(*certificates):
+        peer = Peer(before, VOTERS[0])
+        for each in certificates:
+            peer.receive(Certificates(certificates=tuple(each)))
+        return peer.agreement.chain.last.generation
+
+    assert not virtually(run([open_again])) and not virtually(run([open_again, few]))
+    assert virtually(run([open_again, enough])) == other.last.generation
+    assert not virtually(run([real], [open_again, enough])), "it has come further"
+
+
+def test_those_whose_users_went_back_to_a_round_agree_on_the_smallest_letters_until_one_is_used():
+    before = Round(last_body())
+    body = before.body()
+    generations = {letter: Round(reopened(body, letter), VOTERS) for letter in "abc"}
+    opened = {
+        letter: before.certify(body, VOTERS).model_copy(update={"body": of.last}) for letter, of in generations.items()
+    }
+
+    async def run(*messages):
+        peer = Peer(before, VOTERS[0])
+        peer.agreement.following.follow(opened["b"])
+        for each in messages:
+            peer.receive(Certificates(certificates=tuple(each)))
+        return peer.agreement.chain.last.generation[-1], peer.agreement.chain.last.round
+
+    used = generations["c"].certify(generations["c"].body(), VOTERS)
+    assert virtually(run([opened["a"]], [opened["c"]])) == ("a", 21)
+    assert virtually(run([opened["c"], used], [opened["a"]])) == ("c", 22)
+
+
+def test_no_certificate_of_an_earlier_generation_is_skipped_to():
+    round = Round(reopened(last_body()), VOTERS)
+    later = Round(last_body(round=40))
+    old, new = (later.body(), changed(later.body(), generation=round.last.generation))
+    assert [bool(check_skip(later.certify(body, VOTERS), round.last, round.key(""))) for body in (old, new)] == [
+        True,
+        False,
+    ]
+    assert not check_skip(later.certify(new, VOTERS), last_body(), round.key("")), "from before it"
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -134,6 +134,32 @@ def test_a_proposal_seats_those_that_it_shows_invites_of(founder: IdentityKeys) 
         assert "does not follow" in check(lied)
 
 
+def test_a_revoked_invite_holds_no_more(founder: IdentityKeys, guests: GuestList) -> None:
+    invite, other = issue(founder, FOUNDING, NOW), issue(founder, FOUNDING, NOW)
+    guests.revoked = (invite[:6],)
+    guests.check("a", shown_by("a", other), NOW)
+    with pytest.raises(RecordError, match="has revoked"):
+        guests.check("a", shown_by("a", invite), NOW)
+
+
+def test_voters_by_a_revoked_invite_leave_and_do_not_come_back(founder: IdentityKeys, guests: GuestList) -> None:
+    """A quarter of the voters a round, and a leader that keeps one is refused."""
+    seats = {PEERS[0]: "", **dict.fromkeys(PEERS[1:3], "posted"), **dict.fromkeys(PEERS[3:9], "friend")}
+    round = Round(last_body(PEERS[:9], seats=seats))
+    guests.revoked = ("posted",)
+    honest, kept = (round.propose(body=round.body(revoked=revoked)) for revoked in (PEERS[1:3], ()))
+    assert honest.body.voters == (PEERS[0], *PEERS[3:9]) and honest.body.seats.keys() == {PEERS[0], *PEERS[3:9]}
+
+    def check(proposal: Proposal) -> str:
+        return check_proposal(proposal, round.last, round.key(""), RULES.min_peers, guests)
+
+    assert check(honest) == "" and "does not follow" in check(kept)
+    later = Round(honest.body, PEERS[:9])
+    assert later.body(revoked=PEERS[1:3]).voters == honest.body.voters
+    few = Round(last_body(PEERS[:3], seats={peer: seats[peer] for peer in PEERS[:3]}))
+    assert few.body(revoked=PEERS[1:3]).voters == (PEERS[0], PEERS[2]), "one at least, and one after the other"
+
+
 def test_the_clocks_of_strangers_end_no_invite(founder: IdentityKeys, guests: GuestList, tmp_path: Path) -> None:
     guest, *strangers = (Identity(tmp_path / str(index)).peer_id for index in range(4))
     invite = shown_by(guest, issue(founder, FOUNDING, NOW))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,9 +112,9 @@ def test_other_settings_cannot() -> None:
 
 
 def test_each_changeable_setting_exists_and_a_revision_changes_something() -> None:
-    for name in CHANGEABLE:
-        section, field = name.split(".")
-        assert field in RunConfig.model_fields[section].annotation.model_fields, name
+    for section, _, field in (name.partition(".") for name in CHANGEABLE):
+        fields = RunConfig.model_fields
+        assert field in fields[section].annotation.model_fields if field else section in fields
     with pytest.raises(ConfigError, match="the run's settings already"):
         check_changes(settings(), settings())
 
@@ -244,11 +245,15 @@ class ScriptedSwarm:
         self.holder, self.declared = PEERS[1], 0
         self.stated: list[Revision] = []
         self.announced: list[int] = []
+        self.revoked: Collection[str] = ()
         self.consensus = SimpleNamespace(state=self.stated.append)
         self.exchange = SimpleNamespace(documents=self._documents)
 
     def last(self) -> Body:
         return self.body
+
+    def revoke(self, invites: Collection[str]) -> None:
+        self.revoked = invites
 
     def read(self, kind: type) -> dict[str, ManifestRecord]:
         assert kind is ManifestRecord
@@ -285,6 +290,16 @@ def test_a_revision_is_in_force_once_a_certificate_names_it_and_not_before(longe
     assert revisions.look() is None, "told once"
     again = Revisions(swarm, manifest)
     assert again.look() == longer.run, "a peer that was started again"
+
+
+def test_a_revision_in_force_revokes_invites_here(longer, manifest, tmp_path) -> None:
+    posted = dataclasses.replace(longer, run=settings(revoked_invites=("posted",)))
+    swarm = ScriptedSwarm(at_round(5))
+    revisions = Revisions(swarm, manifest, tmp_path / REVISION_FILE)
+    (tmp_path / REVISION_FILE).write_bytes(posted.document)
+    assert revisions.look() is None and not swarm.revoked
+    swarm.body = at_round(6, revision=posted.named)
+    assert revisions.look() == posted.run and swarm.revoked == ("posted",)
 
 
 def test_a_peer_that_cannot_fetch_it_keeps_the_old_settings_and_asks_again_each_round(longer, manifest, caplog) -> None:

@@ -22,7 +22,7 @@ from spes_p2p.swarm.exchange.protocol import DATA
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.membership import SAY_SECONDS, Membership
+from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.records import Claim
@@ -116,24 +116,6 @@ def test_swarms_pass_versions_and_records_over_any_network(world: World) -> None
     for swarm in (one, two):
         swarm.close()
         assert swarm.wait(1e9)
-
-
-def test_a_cut_peer_says_now_and_then_that_it_is_alone(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """A ghost that no certificate names is no company."""
-    one, two = world.peer(), world.peer()
-    two.train()
-
-    def lines(known: set[str] | None) -> int:
-        caplog.clear()
-        for _ in range(5):
-            one.membership.say_if_lost(3, known, one.node.now(), 60.0)
-            one.membership.wait(SAY_SECONDS / 2)
-        return caplog.text.count("out of reach")
-
-    assert [lines(None), lines({two.peer_id}), lines({one.peer_id})] == [0, 0, 3]
-    two.membership.stop()
-    one.membership.wait(ROUNDS.lease_seconds + 1.0)
-    assert lines(None) == 3
 
 
 def test_six_peers_fetch_a_version_from_the_one_that_has_it_and_from_each_other(world: World) -> None:

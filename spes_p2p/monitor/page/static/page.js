@@ -126,7 +126,7 @@ function showLink(link, rows) {
   });
 }
 
-const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silent", "offline", "alone"];
+const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silent", "offline", "alone", "waiting"];
 // What a page that has lost its process says, by the process's last state.
 const ENDS = { leaving: "left", finishing: "left", serving: "finished", finished: "finished" };
 const SILENT_SECONDS = 60;  // data come every other second, at least every 30
