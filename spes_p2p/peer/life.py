@@ -69,7 +69,6 @@ def run(
     """Run a peer to the end of its run; return the exit code.
 
     Args:
-        config: The peer's settings.
         on_joined: Told the multiaddrs by which others join, once this peer is in the swarm.
         ranks: Ids of the processes that are its other ranks, if this process has started them.
 

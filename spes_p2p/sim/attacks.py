@@ -117,13 +117,7 @@ class Spoiler:
 
 
 class AttackingSwarm(VirtualSwarm):
-    """The swarm of an attacker: it falsifies vectors and means on the peer's behalf.
-
-    Args:
-        network: This peer's network; closed with the swarm.
-        folder: Shared by all peers.
-        spoiler: Falsifies vectors.
-    """
+    """The swarm of an attacker: it falsifies vectors and means on the peer's behalf."""
 
     def __init__(self, network: VirtualNode, folder: Path, spoiler: Spoiler) -> None:
         super().__init__(network, folder)
@@ -158,11 +152,7 @@ class AttackingSwarm(VirtualSwarm):
 
 
 class LyingGroup(Group):
-    """A reducer that negates and scales the deltas in its means; the other arguments are `Group`'s.
-
-    Args:
-        factor: How much it scales them.
-    """
+    """A reducer that negates and scales the deltas in its means; the other arguments are `Group`'s."""
 
     def __init__(self, factor: float, *group: Any, **settings: Any) -> None:
         super().__init__(*group, **settings)

@@ -43,7 +43,6 @@ class VirtualNetwork:
 
     Attributes:
         loop: Runs all peers, in virtual time.
-        nodes: The peers by id.
         random: Draws delays and losses.
         delay: Returns the seconds from a sender to a receiver, for each direction of a new stream.
         loss: Share of streams that fall silent, some of them at once.
@@ -95,8 +94,6 @@ class VirtualNode:
     """One virtual peer's `Network`.
 
     Args:
-        network: The network that it belongs to.
-        peer_id: The peer's id.
         run_id: The run whose records it reads.
         client_mode: It accepts no streams from other peers in client mode; those that it can call reach it.
         uplink_mbit: Rate at which it sends, over all streams, in 10^6 bits per second; 0 for no limit.
@@ -240,13 +237,11 @@ class VirtualChannel(Channel):
 
     Args:
         node: The peer whose end it is.
-        peer: The other peer.
         seconds: Longest time for the other peer to send a message, or to accept one.
         delay_seconds: Time from here to the other end.
         left: Messages that pass before the stream falls silent, a list that both ends share.
 
     Attributes:
-        other: The other end.
         is_refused: The peer whose end it is offers no such service.
     """
 

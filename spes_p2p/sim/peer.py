@@ -194,13 +194,8 @@ class VirtualPeer:
     """A peer of a simulation: a real peer's trainer, training loop and synchroniser, in virtual time.
 
     Args:
-        run: The run's settings.
-        swarm: The peer's own view of the swarm.
         start: The run's genesis.
-        data: The peer's training sequences.
         probe_BT1: Public sequences that the loss gate measures.
-        machine: What it runs on.
-        vocab_size: Entries of the run's tokenizer.
         base: The frozen weights under the run's adapters, if it has any.
     """
 
@@ -240,7 +235,6 @@ class VirtualPeer:
         """Join, train to the run's end, leave.
 
         Args:
-            initial: Makes the vectors of the run's start.
             on_round: Called with the report of each round; may raise `Leaves` or call `interrupt`.
         """
 

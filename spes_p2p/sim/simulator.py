@@ -58,12 +58,7 @@ DELAY_SECONDS = 0.02
 
 
 class Certified:
-    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others.
-
-    Args:
-        swarm: The peer's.
-        others: The other peers'.
-    """
+    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others."""
 
     def __init__(self, swarm: VirtualSwarm, others: Iterable[VirtualSwarm]) -> None:
         self._swarm, mine = swarm, swarm.versions()
@@ -135,7 +130,6 @@ def simulate(
     """Run a scenario to its end.
 
     Args:
-        scenario: The simulation's settings.
         cache: Folder of tokenizers and tokenised text.
         on_evaluation: Called with each evaluation at once.
 

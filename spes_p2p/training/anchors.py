@@ -26,7 +26,6 @@ class Anchors:
     which is a peer's disk: little of it is in memory at a time.
 
     Args:
-        run: The run's outer optimizer, averaged moments, and codecs.
         numels: Elements of the `shared` and of a `slot` vector.
     """
 
@@ -125,7 +124,6 @@ class Anchors:
         """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments.
 
         Args:
-            name: The group.
             local: Its parameters now.
             moments: Its moments; None counts as zeros if moments are averaged.
             round: The round to be committed; moments travel in some rounds only.
@@ -146,10 +144,8 @@ class Anchors:
         The anchor stays as it is; `set` takes the bundle.
 
         Args:
-            name: Its name.
             mean: The mean delta, and moments where they are averaged. A rounded one's memory is this peer's own, and
                 the bundle may take it; an exact one lies where it is sent from.
-            shift: How far a merge moves it.
         """
         numel, momentum = self._numels[name.kind], self._momenta.get(name)
         has_state = self._outer.has_state
@@ -177,11 +173,8 @@ def merge_shifts(
     Source: SPES (https://arxiv.org/abs/2602.11543), expert merging.
 
     Args:
-        merge: The run's merge settings.
         round: The round being committed; nothing moves unless `merge_alpha` is positive.
-        layout: Layout of one slot.
         all_slots: Flat weights of every slot at the round's start.
-        held: Slots to move.
     """
     if not merge_alpha(merge, round):
         return {}

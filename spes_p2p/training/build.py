@@ -46,12 +46,6 @@ def build_trainer(
     """Return a trainer of the run's model, which holds no slot yet and no weights: `TrainingLoop.open` loads them.
 
     Args:
-        run: The run's settings.
-        vocab_size: Entries of the run's tokenizer.
-        data: Source of batches.
-        ranks: This peer's.
-        machine: How this machine computes; by default as the run says.
-        clock: Tells the seconds that pass.
         base: The frozen weights under the run's adapters, if it has any.
 
     Raises:
@@ -91,16 +85,7 @@ def build_synchroniser(
     max_slots: int,
     machine: MachineConfig | None = None,
 ) -> Synchroniser:
-    """Return a synchroniser without anchors or claims, in the trainer's time.
-
-    Args:
-        swarm: The peer's swarm.
-        run: The run's settings.
-        trainer: The peer's.
-        run_id: The run's name.
-        max_slots: Slots this peer can train.
-        machine: What this machine may send and fetch; by default all there is.
-    """
+    """Return a synchroniser without anchors or claims, in the trainer's time."""
     machine = machine or MachineConfig()
     anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
     vocab_size = trainer.model.config.vocab_size
@@ -220,8 +205,6 @@ def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | 
 
     Args:
         run: Settings with the checkpoint's model, as `model_of` returns it.
-        vocab_size: Entries of the run's tokenizer.
-        source: Folder of the checkpoint.
         hub_name: The checkpoint on the hub, with its commit.
 
     Raises:
@@ -246,7 +229,6 @@ def with_adapter(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
 
     Args:
         run: Settings with `adapter` and a base.
-        vocab_size: Entries of the run's tokenizer.
         source: Folder of the adapter, in peft's layout.
 
     Raises:
@@ -295,9 +277,6 @@ class WholeModel:
     """The whole model in fp32, initially as the run's seed draws it: the anchor of round 0.
 
     Args:
-        run: The run's settings.
-        vocab_size: Entries of the run's tokenizer.
-        device: Device of the model.
         base: The frozen weights under the run's adapters, if it has any; held in `adapter.base`.
     """
 

@@ -49,12 +49,8 @@ class PeerState:
     """A peer's position in its run.
 
     Attributes:
-        run_id: The run it belongs to.
         round: Round of its anchors.
-        slots: Slots it held.
         steps: Local optimizer steps so far.
-        total_tokens: Tokens trained so far.
-        data: State of its token source.
         versions: Of all vectors and documents that it had.
     """
 
@@ -133,7 +129,6 @@ class PeerCheckpoint:
     error, and is tried again after the next round.
 
     Args:
-        directory: Holds the folders.
         versions: Folder of the peer's version store.
         kept: Which rounds to keep; by default the newest two.
     """
@@ -244,7 +239,6 @@ class PeerCheckpoint:
         """Return the newest undamaged checkpoint; None if none was ever saved. Logs which are damaged, and why.
 
         Args:
-            run_id: The run's name.
             round: Take only a checkpoint of this round.
 
         Raises:
@@ -348,8 +342,6 @@ def recover(output: Path, run_id: str, round: int | None = None) -> tuple[Versio
     """Find the newest usable checkpoint, and repair the version store with it.
 
     Args:
-        output: The peer's output folder.
-        run_id: The run's name.
         round: Go back to this round: take its checkpoint, and make its versions the newest.
 
     Raises:

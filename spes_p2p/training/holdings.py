@@ -21,7 +21,6 @@ def wanted(
     One rule for newcomers, late peers, adopters, replicas, returning peers and the normal round.
 
     Args:
-        body: Of the certificate.
         masters: Slots whose fp32 weights the peer needs, because it trains or replicates them.
         kept_name: Returns the name of what all others store of a slot (`Anchors.kept_name`).
         start: Digests of the versions of round 0, if the run starts from files.
@@ -106,8 +105,6 @@ def choose(rounds_behind: Mapping[int, int], routed: Mapping[int, int], budget: 
 
     Args:
         rounds_behind: Rounds that this peer's version of each slot lies behind, for all slots that others train.
-        routed: Tokens routed to each slot in the round.
-        budget: Slots to fetch.
     """
     if not budget:
         return ()

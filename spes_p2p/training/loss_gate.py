@@ -48,7 +48,6 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
 
     Args:
         source: Makes the run's training sequences in the order of a seed, as `train_sources` returns it.
-        sequence_length: Tokens per sequence, T.
     """
     sequences, count = source(PROBE_SEED), probe_sequences(sequence_length)
     parts: list[Tensor] = [sequences.next_batch(count)]
@@ -62,8 +61,6 @@ class LossGate:
     """Loads the result of a synchronisation into the model, and takes back slots that do harm.
 
     Args:
-        trainer: The leader's.
-        sync: The connection to the swarm.
         probe_BT1: The result of `public_text`.
         bounds_lengths: Whether slots are judged by their lengths, too; those that start at zero are not.
     """

@@ -30,7 +30,6 @@ def enter(sync: Synchroniser, initial: Initial | None) -> None:
     """Announce this peer, take over the swarm's state, and claim slots.
 
     Args:
-        sync: This peer's.
         initial: None if this peer has been in the run before.
 
     Raises:
@@ -115,7 +114,6 @@ def rejoin(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> float
     A peer that trained by itself while the others synchronise would only be late for their next round, too.
 
     Args:
-        sync: This peer's.
         routed: Tokens routed to each slot, as `HeldSlots.fetch` takes them.
     """
     swarm, held, times = sync.swarm, sync.held, sync.run.round
@@ -139,13 +137,7 @@ def rejoin(sync: Synchroniser, routed: Mapping[int, int] | None = None) -> float
 
 
 def try_to_fetch(sync: Synchroniser, routed: Mapping[int, int] | None = None, roster: Roster | None = None) -> None:
-    """Take over the swarm's state; nothing changes if `shared` cannot be fetched.
-
-    Args:
-        sync: This peer's.
-        routed: As `HeldSlots.fetch` takes it.
-        roster: Likewise.
-    """
+    """Take over the swarm's state; nothing changes if `shared` cannot be fetched."""
     try:
         sync.held.fetch(roster, routed)
     except AbsentError as error:

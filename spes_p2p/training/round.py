@@ -45,9 +45,6 @@ class TrainingLoop:
     """Runs a peer from its first roster to the run's last round.
 
     Args:
-        run: The run's settings.
-        trainer: The leader's.
-        sync: The connection to the swarm.
         gate: Judges the slots that others publish; None accepts all.
         checkpoint: Where the peer's state is saved after each round; None saves nothing.
         intent: Returns what the owner wants after a rest by the duty cycle, from the seconds of the last step and the
@@ -120,7 +117,6 @@ class TrainingLoop:
         """Enter the swarm and load its state.
 
         Args:
-            initial: Makes the published vectors of the run's start.
             saved: This peer's checkpoint, after a restart.
         """
         intent = self._intent(0.0)
@@ -398,7 +394,6 @@ class Steps:
     Attributes:
         began: The trainer's time at the round's beginning.
         began_at: The same in DHT time.
-        num: Steps.
         tokens: Tokens of those with a finite gradient.
         weighted_loss: Sum over these tokens of the loss, nats.
         paused_seconds: Time for which the owner had paused the training.

@@ -33,11 +33,8 @@ class HeldSlots:
     kept form, which is the master itself in some runs (`Anchors.kept_name`).
 
     Args:
-        swarm: The peer's swarm.
-        run: The run's settings.
         run_id: The run's name; seeds the allocation's lots.
         anchors: This peer's anchors: slots that it trains or replicates have one, other slots have none.
-        max_slots: Slots that this peer can train.
         refresh_slots: Slots of others to fetch per round; None fetches all.
         draw: Draws the bundle of a slot at the run's start, if that is its seed.
         clock: Seconds that pass; virtual for a virtual peer.

@@ -39,13 +39,9 @@ class Trained:
 
     Attributes:
         deltas: Contributions of `shared` and the held slots as flat fp32 vectors; empty if it only meets the others.
-        tokens: Tokens trained.
-        tokens_per_second: Speed of this peer.
-        seconds: Time spent training.
         places_per_second: The speed counted in positions of its sequences, with padding and what is not learned.
         routed: Tokens routed to each slot, over all layers; slots without tokens are left out.
         loss: Mean cross entropy, nats per token; None if no step had a finite gradient.
-        batches: Batches trained.
     """
 
     deltas: Mapping[VectorName, Tensor]
@@ -62,12 +58,7 @@ class Synchroniser:
     """One peer's side of what the swarm decides together.
 
     Args:
-        swarm: The peer's swarm.
-        run: The run's settings.
-        held: This peer's claims.
         anchors: This peer's anchors, empty at first.
-        layout: Layout of one slot's vector.
-        machine: What this machine may send and fetch.
     """
 
     def __init__(
@@ -115,7 +106,6 @@ class Synchroniser:
         """Average, and agree on the result, attempt by attempt, until the round is decided; give it up after some.
 
         Args:
-            trained: What this peer brings.
             began: DHT time at which its training ended.
             closes_from: DHT time from which the roster may be closed without the rest.
 
@@ -273,7 +263,6 @@ class Synchroniser:
         """Return the DHT time at which this round's training ends, as the median of the voters; 0 if none trains it.
 
         Args:
-            round: The round.
             since: Count rounds that end after this DHT time; by default after now.
         """
         since = self.swarm.now() if since is None else since

@@ -139,11 +139,8 @@ class Trainer:
 
     Args:
         model: The model, on the CPU; moved to the ranks' device.
-        train: Inner training settings.
         data: Batches, in the same order on every rank.
-        ranks: This peer's.
         machine: How this machine computes; by default as the run says.
-        clock: Seconds that pass; virtual for a virtual peer.
 
     Raises:
         ConfigError: the machine's choices cannot be combined, or the optimizer cannot work here.
@@ -197,7 +194,6 @@ class Trainer:
         """Train on one batch.
 
         Args:
-            lr: Learning rate of this step.
             claimed_factor: SPES's factor on the claimed experts' counts in the balance loss.
         """
         tokens_BT1 = self.data.next_batch(self._train.batch_size)
@@ -388,7 +384,6 @@ class Trainer:
         """Train these slots from now on.
 
         Args:
-            slots: The new set.
             masters: Flat fp32 weights of the slots that are new.
         """
         new, old = set(slots), set(self.slots)

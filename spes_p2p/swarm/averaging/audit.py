@@ -47,7 +47,6 @@ def max_length_ratios(tokens: Sequence[float], own: int, usual: float = 0.0) -> 
 
     Args:
         tokens: Tokens of all members; ours are positive.
-        own: Our place.
         usual: Tokens that members of the roster usually train; 0 if unknown.
     """
     most = MAX_TIMES_MEDIAN * max(tokens[own], usual)
@@ -83,7 +82,6 @@ def centered_clip_weights(
     (https://arxiv.org/abs/2012.10333), eq. (CC); per partition as in Gorbunov et al., https://arxiv.org/abs/2106.11257.
 
     Args:
-        gram_nn: Gram matrix of the vectors.
         weights: Positive, at least `MIN_SENDERS`.
         tokens: Tokens that the vectors have grown with; equal for vectors that do not grow, as moments.
         clip: Median distances from the centre that are not clipped.
@@ -138,9 +136,7 @@ def length_clipped_weights(
     `weights`.
 
     Args:
-        gram_nn: Gram matrix of the vectors.
         weights: Aggregation weights of the members, positive.
-        tokens: Tokens of the same members.
         own: The reducer's place.
         clip: Multiple of its length for equal tokens; `max_length_ratios` extends it for more tokens.
         usual: Tokens that members of the roster usually train.
@@ -208,7 +204,6 @@ class Auditor:
         """Return each sender's weight in the mean of a part, to be divided by the sum of the senders' weights.
 
         Args:
-            part: Part of this reducer's slice.
             values: Each sender's values of it; None where they are unreadable.
         """
         here = [place for place, value in enumerate(values) if value is not None]
@@ -243,7 +238,6 @@ class Auditor:
         """Compare the mean that a reducer has sent with what this member sent.
 
         Args:
-            reducer: Its place.
             message: The mean's parts.
             mean_N: The mean's values.
             source: This member's whole encoded vector, uint8.

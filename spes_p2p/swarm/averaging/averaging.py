@@ -59,11 +59,9 @@ class Averaged:
         means: Encoded mean by group, uint8, for the groups that were averaged.
         failures: Reason by group, for the others that this peer was in.
         lost: The member that made `shared` fail, as far as this peer knows; empty if none is known.
-        evidence: This peer's evidence against members.
         clipped: Parts that this peer has clipped as a reducer, over all its groups, by sender.
         residuals: Rounding errors of the means in this peer's slices, by group: first element of the delta, and fp32
             values.
-        seconds: Duration.
     """
 
     means: Mapping[VectorName, Tensor] = field(default_factory=dict)
@@ -83,8 +81,6 @@ class Averaging:
 
     Args:
         network: This peer's network; `serve` must run before the first roster is averaged.
-        encoding: Formats of the vectors.
-        rounds: The run's round settings.
         uplink_mbit: Upload rate of this peer, in 10^6 bits per second; None for no limit.
 
     Attributes:

@@ -30,7 +30,6 @@ class Contribution:
     """What a peer brings to a round.
 
     Attributes:
-        member: Its roster entry.
         deltas: Flat fp32 vectors of `shared` and of each of the member's slots: the delta, followed by the optimizer
             moments if the run averages them.
     """

@@ -50,7 +50,6 @@ class Limits(NamedTuple):
     Attributes:
         attempt_seconds: Longest duration of a group's all-reduce.
         silence_seconds: Longest time in which a member may send no whole message.
-        upload: Upload rate of this peer.
     """
 
     attempt_seconds: float
@@ -62,19 +61,15 @@ class Group:
     """One member's part in a group's butterfly all-reduce, in which each member reduces a slice.
 
     Args:
-        plan: The group's partition.
-        me: This member.
         source: Its encoded vector, uint8 in the plan's format; None of a replica.
         residual: Rounding error that earlier means left in this reducer's slices, fp32 [delta_numel]; it is not
             changed.
-        limits: Timeouts and upload rate.
         open: Opens a stream to a member, given its id and the lane.
         work: Runs a function in the thread for tensors.
 
     Attributes:
         mean: The encoded mean, uint8; whole once `run` has returned "".
         residuals: First element of the delta that is reduced here, and its new rounding errors, fp32.
-        auditor: This member's audit of the others.
         lost: The member that made the group fail; empty if none is known.
         was_silent: Whether a member was silent for too long.
         longest_gap: Longest time for which a sender was waited for, in seconds.

@@ -146,7 +146,6 @@ def reduce_message(
     """Return the encoded mean of a message's parts, and their new residual.
 
     Args:
-        plan: The group's partition.
         message: Consecutive parts.
         decoded: Values of these parts, concatenated, from each of the plan's senders; None where they are unreadable,
             which counts as if their sender had no weight.
@@ -204,7 +203,6 @@ class GroupPlan:
         peers: Members, ascending, replicas among them.
         tokens: Tokens that each member has trained, capped; a member with 0 only receives.
         weights: Weight of each member's contribution.
-        format: The vector's format.
         slices: Messages that each member reduces.
         delta_numel: Elements of the vector's delta, which has a residual; 0 if the format is exact.
         usual_tokens: Tokens that members of the roster usually train; 0 if unknown.

@@ -62,7 +62,6 @@ class Unfinished:
         path: The file; one from before a restart is used again.
 
     Attributes:
-        num_blocks: Blocks of the version.
         hashes: The list, once it is here.
         have: The blocks that are here, as `has_part` reads them; none before the list is.
     """

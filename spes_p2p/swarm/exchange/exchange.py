@@ -33,14 +33,10 @@ class Exchange:
     """Serves this peer's versions, and pulls others.
 
     Args:
-        network: The peer's network.
-        store: The versions.
         serve: Serve other peers, from now on.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
 
     Attributes:
-        server: Serves the versions.
-        bytes_in: Payload bytes received.
         formats: Formats in which kept forms must be encoded to be kept, by kind.
     """
 

@@ -59,7 +59,6 @@ class Source:
     """A peer that may have blocks.
 
     Attributes:
-        peer: Its id.
         have: What it has of each version; None until it has answered.
         num_parts: Parts that came from it.
         num_streams: Streams over which it is asked.

@@ -39,9 +39,7 @@ class Server:
     Threads read the disk, so that a slow one does not block the event loop.
 
     Args:
-        store: This peer's versions.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
-        now: Returns the time in seconds.
 
     Attributes:
         bytes_out: Payload bytes sent.

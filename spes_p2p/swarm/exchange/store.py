@@ -82,7 +82,6 @@ class VersionStore:
         """Store verified versions with their bytes, visible all at once; delete the oldest ones.
 
         Args:
-            items: The versions.
             hashes: Hashes of their blocks; those left out are made when a peer first asks for the list.
         """
         for version, data in items.values():
@@ -253,8 +252,6 @@ class VersionStore:
         """Return the newest version of an fp32 vector, or the one before it, where it lies.
 
         Args:
-            name: Its name.
-            before: Whether the one before the newest is wanted.
             is_trusted: Whether what this process has stored or compared is not compared with its digest again.
 
         Raises:

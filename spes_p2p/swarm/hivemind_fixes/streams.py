@@ -36,7 +36,6 @@ class PeerQuota:
         max_total: Items of all peers together.
 
     Attributes:
-        max_total: See above.
         is_known: Tells whether a peer is none of those that together have half of the total: identities are free, so
             that strangers could fill any number.
     """

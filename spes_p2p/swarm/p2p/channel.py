@@ -53,7 +53,6 @@ class Channel:
     Its methods raise DisconnectedError if the peer has hung up, and TimeoutError if it neither sends nor reads in time.
 
     Args:
-        reader: Incoming bytes.
         writer: Outgoing bytes; closed with the channel.
         seconds: Longest time for the peer to send a message, or to accept one.
     """

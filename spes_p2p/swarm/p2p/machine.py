@@ -14,7 +14,6 @@ class Machine:
     """Keeps a node in touch with other peers; a virtual peer has none.
 
     Attributes:
-        node: This peer's host and DHT node.
         watchdog: Dials lost peers again, once it is started, and notices when p2pd or the DHT has died.
         links: Direct connections to peers that take no calls.
     """

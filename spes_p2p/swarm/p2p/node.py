@@ -344,7 +344,6 @@ class Node:
     """A libp2p host and DHT node for the records of one run: the `Network` of a real peer.
 
     Args:
-        identity: This peer's key.
         run_id: The run whose records are valid here.
         initial_peers: Multiaddrs of peers in the swarm. Without any, the node starts a swarm, unless a peer of the
             peerstore answers.

@@ -70,7 +70,6 @@ class Peerstore:
         """Store the addresses of peers that are in the swarm now, in place of the peers seen longest ago.
 
         Args:
-            contacts: Addresses by peer id.
             first: Peers that no others replace: anyone can state addresses of invented peers.
         """
         before, now = self._peers, time.time()
@@ -128,7 +127,6 @@ def dialled(addresses: Iterable[str], met: Scope) -> tuple[str, ...]:
     A stranger on the internet could otherwise have this machine call its own services, or those of its network.
 
     Args:
-        addresses: What the peer states.
         met: The narrowest scope of the addresses over which the peer is connected, or over which the swarm was joined.
     """
     return tuple(address for address in addresses if scope_of(address) >= met)  # guard: private-addresses
