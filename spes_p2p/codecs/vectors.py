@@ -148,15 +148,15 @@ class Layout:
         self.sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes.values()]
         self.numel = sum(self.sizes)
 
-    def flatten(self, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """Return the tensors as one fp32 CPU vector [N], in `out` if it is given.
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensors as one fp32 CPU vector [N].
 
         Raises:
             ValueError: names or shapes differ from the layout's.
         """
         if set(tensors) != set(self.shapes):
             raise ValueError(f"tensors {sorted(tensors)[:3]}... are not the layout's {list(self.shapes)[:3]}...")
-        flat_N = torch.empty(self.numel, dtype=torch.float32) if out is None else out
+        flat_N = torch.empty(self.numel, dtype=torch.float32)
         for piece, (name, shape) in zip(flat_N.split(self.sizes), self.shapes.items(), strict=True):
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the layout says {shape}")

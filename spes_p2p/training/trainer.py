@@ -23,7 +23,6 @@ from spes_p2p.config import DataConfig, MachineConfig, TrainConfig, check_traini
 from spes_p2p.data.mixture import MixedSource
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.data.shared import SharedOrder
-from spes_p2p.dtensor import distribute_like
 from spes_p2p.errors import DataError
 from spes_p2p.model.loss import TrainingLoss, num_targets
 from spes_p2p.model.slot_model import SlotModel
@@ -328,10 +327,10 @@ class Trainer:
                 f"wrote them, or go on without them with --skip-optimizer"
             ) from error
 
-    @on_all_ranks("out", if_sharded=True)
-    def vector(self, name: VectorName, out: Tensor | None = None) -> Tensor:
+    @on_all_ranks(if_sharded=True)
+    def vector(self, name: VectorName) -> Tensor:
         """Return the current parameters of `shared` or of a trained slot as a flat fp32 CPU vector."""
-        return self.layouts[name.kind].flatten(self._parameters(name), out)
+        return self.layouts[name.kind].flatten(self._parameters(name))
 
     def _parameters(self, name: VectorName) -> Mapping[str, Tensor]:
         return self.model.shared_parameters() if name.slot is None else self.model.slot_parameters(name.slot)
@@ -362,15 +361,6 @@ class Trainer:
             else:
                 self.model.load_slot(name.slot, layout.unflatten(flat))
             del flat  # before the next is read
-
-    @on_all_ranks("shifts")
-    def shift(self, shifts: Mapping[VectorName, Tensor] | None) -> None:
-        """Add flat fp32 vectors to what is trained here."""
-        for name, flat in self.ranks.share(shifts):
-            tensors = self.layouts[name.kind].unflatten(flat)
-            with torch.no_grad():
-                for key, param in self._parameters(name).items():
-                    param.add_(distribute_like(tensors[key], param))
 
     def _by_kind(self, name: VectorName, flat: Tensor) -> dict[str, dict[str, Tensor]]:
         """Split a vector of averaged moments by kind and parameter; a single one is the last kind."""

@@ -92,17 +92,6 @@ def assert_rounding_apart(actual: dict[str, Tensor], expected: dict[str, Tensor]
         torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_shift_moves_what_is_trained_and_nothing_else(seed):
-    one = trainer(TRAIN, seed, claimed=[0])
-    one.step(1e-2)
-    before, slot = state(one), VectorName.of_slot(0)
-    shifts = {name: torch.randn_like(before[name]) for name in (SHARED, slot)}
-    one.shift(shifts)
-    after = state(one)
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor + shifts[name] if name in shifts else tensor), name
-
-
 # ---------------------------------------------------------------------- microbatches
 
 
