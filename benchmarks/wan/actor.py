@@ -13,10 +13,10 @@ from multiprocessing.context import ForkProcess
 from typing import Any, Self
 
 import psutil
+from hivemind.utils.mpfuture import MPFuture
 
 from benchmarks.testbed import start_process
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 
 Start = Callable[..., ForkProcess]
 """Runs a function with its arguments in a process: `start_process`, or `TestBed.run_in` with the peer filled in."""
@@ -167,7 +167,7 @@ def close_all(actors: Sequence[Actor]) -> None:
 
 
 def _serve(pipe: Connection, build: Callable[..., Any], args: Sequence[Any]) -> None:
-    reset_inherited_futures()
+    MPFuture.reset_backend()  # a killed process may hold the locks
     try:
         made = build(*args)
     except Exception as error:  # noqa: BLE001 - the parent decides what to make of it

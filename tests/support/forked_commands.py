@@ -174,12 +174,13 @@ def wait_for_fork(request: dict) -> dict:
 
 def run() -> None:
     sys.path.insert(0, str(ROOT))
+    from hivemind.utils.mpfuture import MPFuture
+
     from spes_p2p.cli import entry_point
     from spes_p2p.commands import ctl, export, local, monitor
     from spes_p2p.config import PeerConfig
     from spes_p2p.config.commands import CtlConfig, ExperimentConfig, ExportConfig, MonitorConfig
     from spes_p2p.peer import life as peer
-    from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 
     commands = {
         "peer": (PeerConfig, peer.main),
@@ -192,7 +193,7 @@ def run() -> None:
     os.write(1, READY)
     request = serve()
     if request is not None:
-        reset_inherited_futures()
+        MPFuture.reset_backend()  # a killed process may hold the locks
         os.environ.update(request["environment"])
         sys.argv = [request["command"], *request["argv"]]
         try:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hivemind.utils.mpfuture import MPFuture
 from torch import Tensor
 
 from spes_p2p.cli import entry_point
@@ -31,7 +32,6 @@ from spes_p2p.swarm.averaging.outcome import RoundResult
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.store import VersionStore, write_whole
 from spes_p2p.swarm.exchange.versions import is_document
-from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import checkpoint
@@ -124,7 +124,7 @@ def live(life: Life, pipe: Connection) -> None:
     os.dup2(descriptor, 2)
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # as in a process that no server forked
-    reset_inherited_futures()
+    MPFuture.reset_backend()  # a killed process may hold the locks
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     scribe, fate = Scribe(life.history, pipe), Fate(pipe, life.phase)
     threading.Thread(target=fate.listen, daemon=True).start()

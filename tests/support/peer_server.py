@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from hivemind.p2p import PeerID
+from hivemind.utils.mpfuture import MPFuture
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
@@ -26,7 +27,7 @@ from spes_p2p.swarm.averaging.averaging import Averaged
 from spes_p2p.swarm.averaging.encoding import Contribution, Vectors
 from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
 from spes_p2p.swarm.certificate import Body, SlotState
-from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent, reset_inherited_futures
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Claim
@@ -182,7 +183,7 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
 
         enter_namespace(setting.namespace)
 
-    reset_inherited_futures()
+    MPFuture.reset_backend()  # a killed process may hold the locks
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes are forks, of a child of any kind
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s: %(message)s")
     torch.set_num_threads(1)

@@ -135,7 +135,7 @@ def test_strangers_fill_half_of_all_streams_and_the_voters_have_the_rest(three, 
     decide(three)  # before the first certificate all count
     first, peer = three[0], PeerID.from_base58(stranger.peer_id)
     quota = first.network.p2p.stream_quota
-    first.network.p2p.reserve_half_for(lambda peer: not first.last.is_stranger(peer.to_base58()))
+    first.network.p2p.stream_quota.is_known = lambda peer: not first.last.is_stranger(peer.to_base58())
     monkeypatch.setattr(quota, "max_total", MAX_READ_OF_ONE)
 
     async def stall():

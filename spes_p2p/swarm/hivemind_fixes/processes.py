@@ -79,12 +79,6 @@ def make_locks_interrupt_safe() -> None:
             setattr(owner, name, lock._semlock)  # type: ignore[attr-defined]
 
 
-def reset_inherited_futures() -> None:
-    """Give a fork that becomes a peer of its own new locks; its parent's may be held by processes that were killed."""
-    MPFuture.reset_backend()
-    make_locks_interrupt_safe()
-
-
 @functools.cache
 def share_memory_without_files() -> None:
     """Share memory by anonymous files, which end with their last process, in place of named ones. Idempotent; Linux.
@@ -148,11 +142,6 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:
             os._exit(1)
-
-
-def leave_process_group() -> None:
-    """Leave the parent's process group, to which torchrun sends SIGTERM; the peer says goodbye through this process."""
-    os.setpgid(0, 0)
 
 
 # ---------------------------------------------------------------------- p2pd
@@ -328,7 +317,7 @@ class ChildDHT(DHT):
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
-        leave_process_group()
+        os.setpgid(0, 0)  # torchrun sends SIGTERM to the parent's group; the peer says goodbye through this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         super().run()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from spes_p2p.errors import ExchangeError
@@ -23,8 +23,6 @@ MAX_STREAMS_PER_PEER = 96
 MAX_CALLS_PER_PEER = 64
 MAX_CALL_BYTES_PER_PEER = 2**24
 """Bytes of one peer's unary calls that are being answered."""
-MAX_CALLS = 1024
-"""Unary calls of all peers together that are being answered."""
 
 
 class PeerQuota:
@@ -64,7 +62,7 @@ class PeerQuota:
             or self._items.total() >= self.max_total  # guard: held-by-all
             or (not self.is_known(peer) and 2 * self._num_strange() >= self.max_total)  # guard: held-by-strangers
         ):
-            self.warn(peer, f"refused {what}, of which it has {items - 1}")
+            self._warn(peer, f"refused {what}, of which it has {items - 1}")
             raise ExchangeError(f"too many {what}")
         self._items[peer] = items
         self._bytes[peer] = held_bytes
@@ -79,7 +77,7 @@ class PeerQuota:
     def _num_strange(self) -> int:
         return sum(count for peer, count in self._items.items() if not self.is_known(peer))
 
-    def warn(self, peer: object, what: str) -> None:
+    def _warn(self, peer: object, what: str) -> None:
         """Log a peer's fault the 1st, 2nd, 4th, 8th... time, so that a hostile peer cannot fill the log."""
         if len(self._warnings) >= MAX_STREAMS:
             self._warnings.clear()
@@ -98,15 +96,6 @@ class LimitedP2P(P2P):
     def __init__(self) -> None:
         super().__init__()
         self.stream_quota = PeerQuota(MAX_STREAMS_PER_PEER, max_total=MAX_STREAMS)
-
-    def reserve_half_for(self, is_known: Callable[[PeerID], bool]) -> None:
-        """Keep half of the streams and calls of all peers together for known ones.
-
-        Calls have a total only in a process with such a reserve: strangers would fill it.
-        """
-        calls = self._client.control.call_quota
-        calls.max_total = MAX_CALLS
-        self.stream_quota.is_known = calls.is_known = is_known
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         await super().add_binary_stream_handler(name, functools.partial(self._admit, handler), balanced)

@@ -470,7 +470,7 @@ class Node:
             is_known: Tells whether a peer, by its id, is known to the run.
         """
         self.p2p.stream_quota.max_items = MAX_STREAMS_PER_PEER + streams_per_peer
-        self.p2p.reserve_half_for(lambda peer: is_known(peer.to_base58()))
+        self.p2p.stream_quota.is_known = lambda peer: is_known(peer.to_base58())
 
     # ------------------------------------------------------------------ addresses
 
