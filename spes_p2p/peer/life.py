@@ -171,7 +171,7 @@ def _train(
         end.prepare(partial(_hand_over, sync, run.round))
         has_version = SHARED in swarm.versions() or saved is not None
         initial = None if has_version else _initial(config, run, admission.manifest.vocab_size, sync, trainer)
-        gate = LossGate(trainer, sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
+        gate = LossGate(trainer, sync, probe_BT1)
         loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, intent=controls.intent)
         loop.amended = partial(_each_round, config, joined)
         try:

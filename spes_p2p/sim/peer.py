@@ -221,7 +221,7 @@ class VirtualPeer:
         )
         is_new = not swarm.versions()  # otherwise it starts again, with what is on its disk
         swarm.enter(run.round, self.sync.anchors.vectors(), start, max_slots=machine.max_slots, is_new=is_new)
-        gate = LossGate(self.trainer, self.sync, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
+        gate = LossGate(self.trainer, self.sync, probe_BT1)
         self.loop = TrainingLoop(run, self.trainer, self.sync, gate=gate)
         self.reports: list[Metrics] = []
         self._interruption: tuple[float, float] | None = None

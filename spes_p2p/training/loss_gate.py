@@ -62,13 +62,10 @@ class LossGate:
 
     Args:
         probe_BT1: The result of `public_text`.
-        bounds_lengths: Whether slots are judged by their lengths, too; those that start at zero are not.
     """
 
-    def __init__(
-        self, trainer: Trainer, sync: Synchroniser, probe_BT1: LongTensor, *, bounds_lengths: bool = True
-    ) -> None:
-        self._bounds_lengths = bounds_lengths
+    def __init__(self, trainer: Trainer, sync: Synchroniser, probe_BT1: LongTensor) -> None:
+        self._bounds_lengths = not sync.run.slots_start_at_zero
         self._trainer = trainer
         self._sync = sync
         self._probe_BT1 = probe_BT1
