@@ -190,7 +190,7 @@ class Archive:
             ExchangeError: no peer sent the shared parameters, or a file is damaged; the model stays as it was.
         """
         pull_round(self._swarm, self._run, body, peers, in_fp32=self._in_fp32 or is_last)
-        rounds = self._model.load(self._swarm)  # slots without a version keep their values
+        rounds = self._model.load(self._swarm.versions(), self._swarm.load)  # slots without a version keep their values
         self.round = self._swarm.versions()[SHARED].round
         if stale := {slot: number for slot, number in rounds.items() if number < self.round}:
             log.warning("round %d: slots of older rounds: %s", self.round, stale, extra=HEALS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from contextlib import ExitStack
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,16 +18,16 @@ from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.tokenizer import given, load_tokenizer, resolve_tokenizer, tokenizer_bytes, tokenizer_settings
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError
-from spes_p2p.model.build import check_attention, check_build, hf_config
+from spes_p2p.model.build import check_attention, check_build, hf_config, outline
 from spes_p2p.model.peft_files import adapter_of, named_base
-from spes_p2p.model.start import over_checkpoint
+from spes_p2p.model.start import StartWeights, over_checkpoint
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import run_size
 from spes_p2p.planner.traffic import of_moments_round, round_traffic, rounds_for_links, transfer_seconds
 from spes_p2p.presentation import size_text
 from spes_p2p.swarm.exchange.protocol import MAX_DOCUMENT_BYTES
 from spes_p2p.swarm.records import MAX_CLAIMED
-from spes_p2p.training.build import check_weights, with_adapter, with_digests
+from spes_p2p.training.build import with_adapter, with_digests
 from spes_p2p.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     chosen = {name: getattr(corpus, name) for name in ("chat_template", "probe", "packing")}
     run = run.model_copy(update={"data": run.data.model_copy(update={**chosen, "paths": []})})
     if source is not None:
-        check_weights(run, len(tokenizer), source)
+        with ExitStack() as stack:  # refuses files that lack a tensor of the model; no weight is read
+            StartWeights(source, outline(run.model, len(tokenizer), run.data.sequence_length), stack)
     if (folder := config.adapter_folder) is not None:
         run = with_adapter(run, len(tokenizer), folder)
     run = _for_link(config, run, len(tokenizer))

@@ -326,7 +326,7 @@ class _Simulation:
         self._forms[round] = {name: digest for name, digest in found.items() if name.is_kept}
         self._left_out[round] = self._indices(self._peers[index].sync.held.distrusted)
         # In every round, since any may be the last, after which no peer is left to load it from.
-        self._model.load(certified)
+        self._model.load(certified.versions(), certified.load)
         if round % self._scenario.evaluate_rounds == 0 or round >= total:
             self._evaluate()
         self._wake()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -187,17 +186,6 @@ class StartBundles(LazyVectors[VectorName]):
         self._files.close()
 
 
-def check_weights(run: RunConfig, vocab_size: int, source: Path) -> None:
-    """Refuse a checkpoint whose files do not have every tensor of the model; no weight is read.
-
-    Raises:
-        ConfigError: the tokenizer has more entries than the model, or sequences are longer than it allows.
-        DataError: a file or tensor is missing or damaged.
-    """
-    with ExitStack() as stack:
-        StartWeights(source, outline(run.model, vocab_size, run.data.sequence_length), stack)
-
-
 def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | None = None) -> RunConfig:
     """Return a run's settings with the digests of the weights of the checkpoint that it starts from.
 
@@ -248,29 +236,16 @@ def _starting(run: RunConfig, start: AdapterStart) -> RunConfig:
 
 def _digests_of(run: RunConfig, vocab_size: int, source: Path) -> tuple[str, list[str], list[str]]:
     """Return the digests of the shared bundle, of each slot's, and of the slots' kept forms, if the run has such."""
-    bundles = StartBundles(run, vocab_size, source)
     slots: list[str] = []
     kept: list[str] = []
-    try:
+    with closing(StartBundles(run, vocab_size, source)) as bundles:
         shared = digest(bundles.read(SHARED))
         for name in map(VectorName.of_slot, range(run.num_slots)):
             bundle_N = bundles.read(name)
             slots.append(digest(bundle_N))
             if bundles.anchors.form is not None:
                 kept.append(digest(bundles.anchors.kept_form(name, bundle_N)))
-    finally:
-        bundles.close()
     return shared, slots, kept
-
-
-class Stored(Protocol):
-    """What has versions: a swarm."""
-
-    def versions(self) -> Mapping[str, Version]:
-        """Return the newest version of each name."""
-
-    def load(self, name: VectorName) -> Tensor:
-        """Return the values of one, or the bytes of a kept form."""
 
 
 class WholeModel:
@@ -311,15 +286,18 @@ class WholeModel:
         """Elements of the weights of `shared` and of a `slot`."""
         return {kind: layout.numel for kind, layout in self._layouts.items()}
 
-    def load(self, swarm: Stored) -> dict[int, int]:
-        """Load the versions that a peer has, of slots the newer of fp32 and kept form; return each slot's round.
+    def load(self, versions: Mapping[str, Version], read: Callable[[VectorName], Tensor]) -> dict[int, int]:
+        """Load a peer's versions, of slots the newer of fp32 and kept form; return each slot's round.
 
         It is 0 for slots without a version.
+
+        Args:
+            versions: The newest of each name.
+            read: Returns the values of one, or the bytes of a kept form.
 
         Raises:
             ExchangeError: it lacks `shared`, or a slot of a run that starts from a checkpoint, or a file is damaged.
         """
-        versions = swarm.versions()
         names = {slot: VectorName.of_slot(slot) for slot in range(self._num_slots)}
         forms = {
             slot: max((form for form in (name, name.kept) if form in versions), key=lambda form: versions[form].round)
@@ -328,7 +306,7 @@ class WholeModel:
         }
         if self._starts_from_checkpoint and len(forms) < self._num_slots:  # guard: start-whole
             raise ExchangeError(f"{self._num_slots - len(forms)} slots have no version yet, not even of round 0")
-        vectors = {name: swarm.load(name) for name in [SHARED, *forms.values()]}
+        vectors = {name: read(name) for name in [SHARED, *forms.values()]}
         self._model.load_shared(self._unflatten(SHARED, vectors[SHARED]))
         for slot, form in forms.items():
             found = vectors[form]
