@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -124,12 +124,7 @@ class AttackingSwarm(VirtualSwarm):
         self._spoiler = spoiler
 
     def agree(
-        self,
-        contribution: Contribution,
-        stage: Callable[[RoundResult], Staged | None],
-        *,
-        expected: Collection[str],
-        closes_from: float,
+        self, contribution: Contribution, stage: Callable[[RoundResult], Staged | None], **when: Any
     ) -> Body | None:
         round, spoiler = contribution.member.round, self._spoiler
 
@@ -138,12 +133,12 @@ class AttackingSwarm(VirtualSwarm):
             return stage(result)
 
         if spoiler.does("silent", round):
-            self.wait(max(0.0, closes_from - self.now()) + self._rounds.matchmaking_seconds)
+            self.wait(max(0.0, when["closes_from"] - self.now()) + self._rounds.matchmaking_seconds)
             return None
         assert self._averaging is not None, "the run is entered"
         lies = spoiler.does("lying_reducer", round)
         self._averaging.group = partial(LyingGroup, lies[0].factor) if lies else Group
-        return super().agree(spoiler.spoiled(contribution), learns, expected=expected, closes_from=closes_from)
+        return super().agree(spoiler.spoiled(contribution), learns, **when)
 
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         member, encoded = super()._encode(contribution)

@@ -145,14 +145,9 @@ class VirtualSwarm(HivemindSwarm):
         self.network.close()
 
     def agree(
-        self,
-        contribution: Contribution,
-        stage: Callable[[RoundResult], Staged | None],
-        *,
-        expected: Collection[str],
-        closes_from: float,
+        self, contribution: Contribution, stage: Callable[[RoundResult], Staged | None], **when: Any
     ) -> Body | None:
-        return super().agree(contribution, partial(self._stage, stage), expected=expected, closes_from=closes_from)
+        return super().agree(contribution, partial(self._stage, stage), **when)
 
     def _stage(self, stage: Callable[[RoundResult], Staged | None], result: RoundResult) -> Staged | None:
         """Return what would follow from a result; end a simulation that goes nowhere."""

@@ -57,26 +57,17 @@ DELAY_SECONDS = 0.02
 """From each virtual peer to each other one."""
 
 
-class Certified:
-    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others."""
-
-    def __init__(self, swarm: VirtualSwarm, others: Iterable[VirtualSwarm]) -> None:
-        self._swarm, mine = swarm, swarm.versions()
-        self._others: dict[str, tuple[Version, VirtualSwarm]] = {}
-        stored = [(other, other.versions()) for other in others if not other.network.is_closed]
-        for slot, state in enumerate(swarm.last().slots):
-            name = VectorName.of_slot(slot)
-            for other, versions in stored if name not in mine and name.kept in mine else ():
-                if name in versions and versions[name].digest == state.digest:
-                    self._others[name] = versions[name], other
-
-    def versions(self) -> dict[str, Version]:
-        """Return the versions by name."""
-        return {**self._swarm.versions(), **{name: version for name, (version, _) in self._others.items()}}
-
-    def load(self, name: VectorName) -> Tensor:
-        """Return the values of a version, or the bytes of a kept form."""
-        return (self._others[name][1] if name in self._others else self._swarm).load(name)
+def certified(swarm: VirtualSwarm, others: Iterable[VirtualSwarm]) -> dict[str, tuple[Version, VirtualSwarm]]:
+    """Return a peer's versions, and the fp32 ones of others' slots that the certificate names, each with its holder."""
+    mine = swarm.versions()
+    found = {name: (version, swarm) for name, version in mine.items()}
+    stored = [(other, other.versions()) for other in others if not other.network.is_closed]
+    for slot, state in enumerate(swarm.last().slots):
+        name = VectorName.of_slot(slot)
+        for other, versions in stored if name not in mine and name.kept in mine else ():
+            if name in versions and versions[name].digest == state.digest:
+                found[name] = versions[name], other
+    return found
 
 
 class Evaluation(NamedTuple):
@@ -320,13 +311,13 @@ class _Simulation:
         self._ended_at = self._loop.time()
         total = self._run.round.total
         swarms = {peer: each.swarm for peer, each in self._peers.items()}
-        certified = Certified(swarms.pop(index), swarms.values())
-        found = {VectorName(name): version.digest for name, version in certified.versions().items()}
-        self._digests[round] = {name: digest for name, digest in found.items() if name.is_weights}
-        self._forms[round] = {name: digest for name, digest in found.items() if name.is_kept}
+        found = certified(swarms.pop(index), swarms.values())
+        versions = {VectorName(name): version for name, (version, _) in found.items()}
+        self._digests[round] = {name: version.digest for name, version in versions.items() if name.is_weights}
+        self._forms[round] = {name: version.digest for name, version in versions.items() if name.is_kept}
         self._left_out[round] = self._indices(self._peers[index].sync.held.distrusted)
         # In every round, since any may be the last, after which no peer is left to load it from.
-        self._model.load(certified.versions(), certified.load)
+        self._model.load(versions, lambda name: found[name][1].load(name))
         if round % self._scenario.evaluate_rounds == 0 or round >= total:
             self._evaluate()
         self._wake()
