@@ -83,11 +83,6 @@ class Anchors:
         if self._outer.has_state:
             self._momenta[name] = bundle.part(numel, 2 * numel)
 
-    def split(self, name: VectorName, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return a bundle's weights and momentum, as views."""
-        numel = self._numels[name.kind]
-        return bundle[:numel], bundle[numel:] if self._outer.has_state else None
-
     def kept_name(self, name: VectorName) -> VectorName:
         """Return the name under which other peers store these weights: a slot's kept form, if the run has such."""
         return name if self.form is None or name.slot is None else name.kept
@@ -96,11 +91,11 @@ class Anchors:
         """Return what is stored under that name of a bundle: its kept form, uint8, or the bundle itself."""
         if self.form is None or name.slot is None:
             return bundle
-        return self.form.encode(self.split(name, bundle)[0])
+        return self.form.encode(self.weights_of(name, bundle))
 
     def weights_of(self, name: VectorName, data: Tensor) -> Tensor:
-        """Return the fp32 weights of a bundle or a kept form."""
-        return self.form.values(data) if self.form is not None and name.is_kept else self.split(name, data)[0]
+        """Return the fp32 weights of a bundle, a view, or of a kept form."""
+        return self.form.values(data) if self.form is not None and name.is_kept else data[: self._numels[name.kind]]
 
     def from_kept(self, name: VectorName, data: Tensor) -> Tensor:
         """Return the bundle that goes on from a slot's kept form: rounded weights, and no momentum."""

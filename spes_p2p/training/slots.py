@@ -154,11 +154,7 @@ class HeldSlots:
         self._chosen_slots = self._max_slots if max_slots is None else min(max_slots, self._max_slots)
 
     def hand_over(self, seconds: float) -> list[VectorName]:
-        """Release all slots, and serve until others have the newest versions that this peer has, at most so long.
-
-        Returns:
-            The versions that no other peer has.
-        """
+        """Release all slots, and serve until others have all that is newest here; return what they lack in the end."""
         names = [
             name
             for name in map(VectorName.of_slot, range(self._run.num_slots))
@@ -479,8 +475,8 @@ class HeldSlots:
             bundle = self._anchors.from_kept(kept, self._swarm.load(kept, before=True))  # it was just adopted
         if form.is_kept:
             return bundle
-        weights, momentum = self._anchors.split(name, bundle)
-        return weights if momentum is None else weights.clone()
+        weights = self._anchors.weights_of(name, bundle)
+        return weights if len(weights) == len(bundle) else weights.clone()  # without the momentum's memory
 
 
 def _is(version: Version, digest: str) -> bool:

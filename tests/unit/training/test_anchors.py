@@ -224,8 +224,8 @@ def test_the_first_bundles_are_the_stock_models_weights(family, run, seed):
     named = dict(stock.named_parameters())
     seen = set()
     for name, bundle in bundles.items():
-        weights, momentum = anchors.split(name, bundle)
-        assert momentum is None if run is MEAN else not momentum.any()
+        weights = anchors.weights_of(name, bundle)
+        assert len(bundle) == len(weights) * (1 if run is MEAN else 2) and not bundle[len(weights) :].any()
         for parameter, tensor in layouts[SHARED if name == SHARED else "slot"].unflatten(weights).items():
             wanted = named[parameter] if name == SHARED else named[parameter][int(name.removeprefix("slot-"))]
             assert torch.equal(tensor, wanted), parameter
