@@ -452,11 +452,7 @@ def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
 
 
 def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
-    """Return the number of slots that this peer may claim.
-
-    Raises:
-        ConfigError: the chosen number, or one slot, does not fit this machine's free memory.
-    """
+    """Return the number of slots that this peer may claim; refuse a chosen number that does not fit the memory."""
     free = free_memory_bytes()
     limits = (free_gpu_bytes() or ANY_MEMORY, free) if setup.on_gpu else (free, None)
     if config.max_slots == "auto":

@@ -78,11 +78,7 @@ def _wait_for_peers(sync: Synchroniser) -> None:
 
 
 def _publish_initial(held: HeldSlots, names: Sequence[VectorName], initial: Initial | None) -> None:
-    """Publish the run's initial version, or kept form, of each name that this peer lacks.
-
-    Raises:
-        AbsentError: a version is missing and `initial` is None, because only trained versions will do.
-    """
+    """Publish the run's initial version, or kept form, of each name that this peer lacks; or raise AbsentError."""
     missing = [name for name in names if not held.has(name)]
     if missing and initial is None:
         raise AbsentError(
@@ -94,11 +90,7 @@ def _publish_initial(held: HeldSlots, names: Sequence[VectorName], initial: Init
 
 
 def _fetch(sync: Synchroniser) -> None:
-    """Fetch what the last certificate names; if the others have gone on meanwhile, what the next one names.
-
-    Raises:
-        AbsentError: the swarm's state could not be fetched.
-    """
+    """Fetch what the last certificate names; if the others have gone on meanwhile, what the next one names."""
     for left in reversed(range(ENTERING_TRIES)):
         try:
             return sync.held.fetch()

@@ -306,11 +306,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ what was synchronised
 
     def _go_on(self, trained: Trained, body: Body | None) -> float | None:
-        """Go on from the others' versions, or the anchors again, after a round that this peer has not committed.
-
-        Returns:
-            The DHT time at which the next round's training ends, if others have said so.
-        """
+        """Go on after a round that this peer has not committed; return the next round's end, if others have said it."""
         sync, held, ends_at = self._sync, self._sync.held, None
         if sync.is_behind:
             log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)

@@ -75,13 +75,9 @@ class IdentityKeys:
         self.learn(identity.public_key)
 
     def learn(self, public_key: bytes) -> str:
-        """Keep an OpenSSH-encoded key; if there are too many, forget the one of no held peer that is the oldest.
+        """Keep an OpenSSH-encoded key, and return its peer's id; raise as `peer_id_of` does.
 
-        Returns:
-            The id of the key's peer.
-
-        Raises:
-            ValueError: see `peer_id_of`.
+        If there are too many, forget the oldest one of no held peer.
         """
         peer_id = peer_id_of(public_key)
         self._known.pop(peer_id, None)

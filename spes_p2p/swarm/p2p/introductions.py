@@ -371,10 +371,9 @@ def _service(node: Node, name: str = "introduce") -> str:
 
 
 def called_back(node: Node) -> tuple[bool, list[str]]:
-    """Ask some initial peers to connect to this one.
+    """Ask some initial peers to connect to this one; return whether one could, or none has tried.
 
-    Returns:
-        False if some have tried and none could; the IPv4 hosts at which they have reached it, most often named first.
+    With that come the IPv4 hosts at which they have reached it, most often named first.
     """
     service, question = _service(node, "dialback"), _CallMe(port=node.port)
 

@@ -170,11 +170,7 @@ async def start_p2pd(
 
 
 async def _is_in_use(identity: Identity, initial_peers: Sequence[str]) -> bool:
-    """Tell whether another peer of the swarm has this identity, by a search from a host with a key of its own.
-
-    Raises:
-        UnreachableError: no initial peer answers.
-    """
+    """Tell whether another peer of the swarm has this identity, by a search from a host with a key of its own."""
     probe = await DaemonP2P.create(dht_mode="client", use_relay=False, startup_timeout=STARTUP_SECONDS)
     try:
         if not await _connect_any(probe, initial_peers):
