@@ -20,17 +20,7 @@ from pydantic import ValidationError
 
 from spes_p2p.cli import explain
 from spes_p2p.config import PeerConfig
-from spes_p2p.config.controls import (
-    VERBS,
-    Intent,
-    Kept,
-    Limits,
-    Surroundings,
-    Traffic,
-    Wish,
-    duration,
-    effective,
-)
+from spes_p2p.config.controls import VERBS, Intent, Kept, Limits, Surroundings, Traffic, Wish, duration, effective
 from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic

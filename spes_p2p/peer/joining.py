@@ -79,11 +79,11 @@ ANY_MEMORY = 2**60
 ADDRESS_FILE = "address"
 """In a peer's output: a multiaddr that others join by, there once the peer is in the swarm."""
 LINK_FILE = "link"
+"""In a peer's output: the run's link, there at the same time."""
 FRIENDS_FILE = "friends_link"
 """The founder's link for those who may vote."""
 FRIENDS_SECONDS = 30 * 86_400
 """Time for which that link gives a vote."""
-"""In a peer's output: the run's link, there at the same time."""
 
 
 class Admission(NamedTuple):

@@ -58,19 +58,15 @@ class VirtualKeys:
         self.peer_id = peer_id
 
     def sign(self, data: bytes) -> str:
-        """Return this peer's signature of `data`."""
         return hashlib.sha256(self.peer_id.encode() + data).hexdigest()
 
     def is_signed_by(self, peer_id: str, data: bytes, signature: str) -> bool:
-        """Return whether the signature is that peer's, of this data."""
         return hashlib.sha256(peer_id.encode() + data).hexdigest() == signature
 
     def learn(self, public_key: bytes) -> str:
-        """Raise ValueError: no peer has a public key."""
         raise ValueError("virtual peers have no public keys")
 
     def public_key(self, peer_id: str) -> str:
-        """Return nothing: none is needed."""
         return ""
 
 

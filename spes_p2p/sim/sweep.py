@@ -290,11 +290,7 @@ def result_file(output: Path, variant: str, seed: int) -> Path:
 
 
 def save_result(output: Path, result: RunResult) -> None:
-    """Store a result, whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Store a result as `write_file` does."""
     content = result.model_dump_json(indent=1).encode() + b"\n"
     write_file(result_file(output, result.variant, result.seed), content)
 

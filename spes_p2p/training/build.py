@@ -169,11 +169,7 @@ class StartBundles(LazyVectors[VectorName]):
         return bundle_N
 
     def check(self) -> None:
-        """Read and verify all bundles.
-
-        Raises:
-            ConfigError: the run starts from another checkpoint.
-        """
+        """Read all bundles, which verifies them."""
         for name in self:
             self[name]
 

@@ -337,13 +337,10 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def recover(output: Path, run_id: str, round: int | None = None) -> tuple[VersionStore, Found | None]:
-    """Find the newest usable checkpoint, and repair the version store with it.
+    """Find the newest usable checkpoint as `PeerCheckpoint.find` does, and repair the version store with it.
 
     Args:
         round: Go back to this round: take its checkpoint, and make its versions the newest.
-
-    Raises:
-        DataError: there are checkpoints, and none can be used; or there is none of `round`.
     """
     checkpoints = checkpoint_of(output)
     found = checkpoints.find(run_id, round)

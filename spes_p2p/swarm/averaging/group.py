@@ -16,14 +16,7 @@ from torch import Tensor
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.audit import Auditor
-from spes_p2p.swarm.averaging.partition import (
-    GroupPlan,
-    Message,
-    bytes_of,
-    decode_message,
-    num_lanes,
-    reduce_message,
-)
+from spes_p2p.swarm.averaging.partition import GroupPlan, Message, bytes_of, decode_message, num_lanes, reduce_message
 from spes_p2p.swarm.p2p.channel import Channel, DisconnectedError
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
 

@@ -210,11 +210,7 @@ def quic_of(addresses: Sequence[str]) -> list[str]:
 def start_dht(
     p2p: DaemonP2P, validator: RecordValidator, initial_peers: Sequence[str], *, client_mode: bool
 ) -> SwarmDHT:
-    """Start a DHT node in a process of its own.
-
-    Raises:
-        JoinError: no initial peer answers, or this machine's clock differs from theirs.
-    """
+    """Start a DHT node in a process of its own; raise JoinError if it cannot join."""
     dht = SwarmDHT(
         p2p,
         validator,
@@ -253,11 +249,7 @@ def unreachable(addresses: Sequence[str]) -> UnreachableError:
 
 
 def check_addresses(addresses: Sequence[str], *, of_peers: bool = True) -> None:
-    """Check that addresses are multiaddrs, with `of_peers` ones that end with a peer's id.
-
-    Raises:
-        ConfigError: quotes the first that is not.
-    """
+    """Refuse addresses that are no multiaddrs, or with `of_peers` do not end with a peer's id."""
     for address in addresses:
         try:
             names_peer = "p2p" in Multiaddr(address)
@@ -337,7 +329,7 @@ def group_by_peer(addresses: Sequence[str]) -> dict[str, list[str]]:
 
 
 class Node:
-    """A libp2p host and DHT node for the records of one run: the `Network` of a real peer.
+    """A libp2p host and DHT node for the records of one run: the `Network` of a real peer, whose methods it has.
 
     Args:
         run_id: The run whose records are valid here.
@@ -429,33 +421,23 @@ class Node:
         self.dht = start_dht(self.p2p, self._validator, addresses, client_mode=self.client_mode)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run a coroutine in the swarm thread and return its result.
-
-        Raises:
-            TimeoutError: it took longer than `timeout` seconds; it is cancelled.
-        """
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), self._loop)
         return future.result(timeout + 5.0)
 
     def notify(self, listener: Callable[[], None]) -> None:
-        """Schedule a call in the swarm thread; a closed node ignores it."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(listener)
 
     def now(self) -> float:
-        """Return the DHT time, in seconds since the epoch."""
         return get_dht_time()
 
     def processor_seconds(self) -> float:
-        """Return the processor time of the calling thread."""
         return time.thread_time()
 
     async def open(self, peer: str, service: str, seconds: float) -> Channel:
-        """Open a stream to a peer's service; see `Network`."""
         return await open_stream(self.p2p, peer, service, seconds)
 
     async def serve(self, service: str, seconds: float, answer: Answer) -> None:
-        """Answer each stream that a peer opens to a service; see `Network`."""
         await serve_streams(self.p2p, service, seconds, answer)
 
     def admit(self, streams_per_peer: int, is_known: Callable[[str], bool]) -> None:
@@ -472,7 +454,6 @@ class Node:
 
     @property
     def client_mode(self) -> bool:
-        """Whether this peer takes no calls."""
         return self._listen.client_mode
 
     @property
@@ -556,7 +537,6 @@ class Node:
         return self._run_in_dht(functools.partial(store_record, key, self._validator.subkey, record.encode(), ends_at))
 
     def read(self, kind: type[Record]) -> dict[str, Any]:
-        """Return all peers' unexpired records of one kind, by peer id; each is signed by the peer that it names."""
         records = (_decoded(kind, item.value) for _, item in self._items(kind))
         return {record.peer_id: record for record in records}
 
