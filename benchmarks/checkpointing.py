@@ -35,7 +35,7 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import build_trainer
-from spes_p2p.training.checkpoint import PeerState, checkpoint_of
+from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
 from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.trainer import Trainer
 
@@ -124,7 +124,7 @@ class Peer:
         self._config = config
         self._run = config.run
         self._store = VersionStore(folder / "versions")
-        self._checkpoint = checkpoint_of(folder)
+        self._checkpoint = PeerCheckpoint(folder)
         self._trainer = _trainer(config)
         self._sizes = Anchors(self._run, {kind: layout.numel for kind, layout in self._trainer.layouts.items()})
         self._round = 0

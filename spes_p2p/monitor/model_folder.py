@@ -46,7 +46,7 @@ from spes_p2p.swarm.manifest import REVISION_FILE, Manifest, kept_revisions, rea
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import outline_of
-from spes_p2p.training.checkpoint import STATE, checkpoint_of
+from spes_p2p.training.checkpoint import STATE, PeerCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class ModelFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         run_id = _run_of(folder)
-        states = checkpoint_of(folder).states(run_id)
+        states = PeerCheckpoint(folder).states(run_id)
         self.tokens = {state.round: state.total_tokens for state in reversed(states.values())}
         self._sources = [*_stored(folder), *(_files(where, state.versions) for where, state in states.items())]
         self.manifest: Manifest = read_manifest(self.document)

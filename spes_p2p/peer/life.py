@@ -37,7 +37,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
-from spes_p2p.training.checkpoint import Found, Saved, checkpoint_of
+from spes_p2p.training.checkpoint import Found, PeerCheckpoint, Saved
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.round import TrainingLoop
@@ -160,7 +160,7 @@ def _train(
         trainer, probe_BT1 = _trainer(config, ranks, admission)
         stack.callback(trainer.close)
         keep_output()
-        checkpoint = checkpoint_of(config.output, config)
+        checkpoint = PeerCheckpoint(config.output, config)
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
         run = _to_resume(config, admission.run, saved)
         run_id = admission.manifest.run_id

@@ -128,13 +128,13 @@ class PeerCheckpoint:
     error, and is tried again after the next round.
 
     Args:
-        versions: Folder of the peer's version store.
+        output: The peer's folder, in which its version store lies too.
         kept: Which rounds to keep; by default the newest two.
     """
 
-    def __init__(self, directory: Path, versions: Path, kept: KeptRounds | None = None) -> None:
-        self._directory = directory
-        self._versions = versions
+    def __init__(self, output: Path, kept: KeptRounds | None = None) -> None:
+        self._directory = output / "checkpoint"
+        self._versions = output / "versions"
         self._kept = kept or KeptRounds()
         self._thread: threading.Thread | None = None
         self._newest = ""
@@ -295,11 +295,6 @@ def _round_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def checkpoint_of(output: Path, kept: KeptRounds | None = None) -> PeerCheckpoint:
-    """Return the checkpoints in a peer's output folder."""
-    return PeerCheckpoint(output / "checkpoint", output / "versions", kept)
-
-
 # ---------------------------------------------------------------------- one peer's rounds
 
 
@@ -342,7 +337,7 @@ def recover(output: Path, run_id: str, round: int | None = None) -> tuple[Versio
     Args:
         round: Go back to this round: take its checkpoint, and make its versions the newest.
     """
-    checkpoints = checkpoint_of(output)
+    checkpoints = PeerCheckpoint(output)
     found = checkpoints.find(run_id, round)
     store = VersionStore(output / "versions")
     store.repair()

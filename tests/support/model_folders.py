@@ -17,7 +17,7 @@ from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.training.checkpoint import PeerState, checkpoint_of
+from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
 
 SLOTS, SEQUENCE = 4, 16
 TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
@@ -48,7 +48,7 @@ class PeerFolder:
     ) -> None:
         self.folder, self.identity = folder, identity
         self.store = VersionStore(folder / "versions")
-        self.checkpoint = checkpoint_of(folder, kept)
+        self.checkpoint = PeerCheckpoint(folder, kept)
         tokenizer = tokenizer or train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
         self.run = run or RunConfig(
             model=ModelConfig(**{**TINY, "num_experts": SLOTS, "top_k": 2} | dict(shape)),

@@ -40,15 +40,13 @@ class Identity:
         if self.is_new:
             _create(path)
         try:
-            data = path.read_bytes()
-            if path.stat().st_mode & 0o077:  # guard: key-mode
-                raise ConfigError(f"identity {path} can be read by others; run: chmod 600 {path}")
+            mode, data = path.stat().st_mode, path.read_bytes()
             self.peer_id = PeerID.from_identity(data).to_base58()
             der = crypto_pb2.PrivateKey.FromString(data).data
-        except ConfigError:
-            raise
         except Exception as error:  # protobuf and cryptography raise a dozen types for a damaged file
             raise ConfigError(f"{path} is not a readable identity file; name another one or delete it") from error
+        if mode & 0o077:  # guard: key-mode
+            raise ConfigError(f"identity {path} can be read by others; run: chmod 600 {path}")
         self.private_key = RSAPrivateKey.__new__(RSAPrivateKey)
         self.private_key._private_key = serialization.load_der_private_key(der, password=None)
         self.public_key = self.private_key.get_public_key().to_bytes()

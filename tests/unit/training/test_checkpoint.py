@@ -39,7 +39,7 @@ class Disk:
     def __init__(self, folder: Path, kept: KeptRounds | None = None) -> None:
         self.folder = folder
         self.store = VersionStore(folder / "versions")
-        self.checkpoint = PeerCheckpoint(folder / "checkpoint", folder / "versions", kept)
+        self.checkpoint = PeerCheckpoint(folder, kept)
 
     def publish(self, round: int) -> None:
         items = {}
@@ -68,7 +68,7 @@ class Disk:
 
     def after_restart(self) -> int:
         """Return the round from which a restarted peer goes on, having checked all of it; 0 for none."""
-        checkpoint = PeerCheckpoint(self.folder / "checkpoint", self.folder / "versions")
+        checkpoint = PeerCheckpoint(self.folder)
         found = checkpoint.find("run")
         if found is None:
             return 0
@@ -231,7 +231,7 @@ def test_what_no_other_peer_has_either_ends_the_peer_rather_than_beginning_anew(
 def test_the_checkpoint_of_another_run_is_refused(disk):
     disk.save(1)
     with pytest.raises(JoinError, match="run run"):
-        PeerCheckpoint(disk.folder / "checkpoint", disk.folder / "versions").find("another")
+        PeerCheckpoint(disk.folder).find("another")
 
 
 def test_what_is_newer_than_the_checkpoint_resumed_from_is_deleted_once_there_is_a_new_one(disk):
@@ -424,7 +424,7 @@ def test_the_newest_rounds_and_every_nth_are_kept(tmp_path, last, every, expecte
         disk.save(round)
     assert rounds_of(disk) == expected
     for round in expected:
-        assert PeerCheckpoint(tmp_path / "checkpoint", tmp_path / "versions").find("run", round).state.round == round
+        assert PeerCheckpoint(tmp_path).find("run", round).state.round == round
 
 
 def test_a_round_that_is_not_kept_is_refused_with_those_that_are(disk):
