@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from statistics import median
+from string import ascii_uppercase
 from typing import Any, get_args
 from unittest import mock
 
@@ -36,6 +37,7 @@ from spes_p2p.sim.simulator import simulate
 from spes_p2p.swarm.averaging.audit import Auditor
 from spes_p2p.swarm.averaging.partition import GroupPlan, reduce_message
 from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.training.loss_gate import LossGate
 
 RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
@@ -251,15 +253,17 @@ def _ungated(gate: LossGate, vectors: Mapping[VectorName, Tensor], adopted: Coll
 
 def guard_seconds() -> float:
     """Return by how much longer a peer takes for its part of a group's means if it looks at what it gets."""
-    plan = GroupPlan.of(
-        [f"{n}" for n in range(PEERS)], [1.0] * PEERS, [1.0] * PEERS, Format([Segment(SHARED_NUMEL, "fp32")])
-    )
+    peers = [f"Qm{'P' * 43}{letter}" for letter in ascii_uppercase[:PEERS]]
+    start = {"round": 0, "previous": "0" * 64, "slots": ()}
+    times = {"tokens_per_second": 1.0, "ready_at": 1.0, "sync_seconds": 0.0}
+    roster = Roster(Member(peer_id=peer, tokens=1, **start, **times) for peer in peers)
+    plan = GroupPlan.in_roster(roster, peers, Format([Segment(SHARED_NUMEL, "fp32")]))
     vectors = [torch.randn(SHARED_NUMEL) + 1.0 for _ in range(PEERS)]
     source = plan.format.encode(vectors[0])
 
     def seconds(is_guarded: bool) -> float:
         began = time.perf_counter()
-        auditor = Auditor(plan, "0") if is_guarded else None
+        auditor = Auditor(plan, peers[0]) if is_guarded else None
         for message in plan.slices[0]:
             reduce_message(
                 plan,

@@ -215,32 +215,8 @@ class GroupPlan:
     format: Format
     slices: list[list[Message]]
     delta_numel: int
-    usual_tokens: float = 0.0
-    replicas: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(
-        cls,
-        peers: Sequence[str],
-        tokens: Sequence[float],
-        uplinks: Sequence[float],
-        format: Format,
-        most: Sequence[float] | None = None,
-        usual_tokens: float = 0.0,
-        replicas: Collection[str] = (),
-    ) -> GroupPlan:
-        """Return the plan of a group of these members, ascending, whose contributions weigh their tokens, or less."""
-        capped = tuple(capped_tokens(tokens))  # guard: fair-weights
-        return cls(
-            peers=tuple(peers),
-            tokens=capped,
-            weights=tuple(map(min, capped, most or capped)),
-            format=format,
-            slices=slices(format, reduced_shares(uplinks)),
-            delta_numel=0 if format.is_exact else format.segments[0].numel,
-            usual_tokens=usual_tokens,
-            replicas=frozenset(replicas),
-        )
+    usual_tokens: float
+    replicas: frozenset[str]
 
     @classmethod
     def in_roster(
@@ -251,18 +227,21 @@ class GroupPlan:
         Tokens are capped within the whole roster: most slots have too few holders to tell which of them overstates.
         The attempt at the round, from 0, decides who reduces (`drawn_uplinks`).
         """
-        capped = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
-        tokens = dict(zip([member.peer_id for member in roster], capped, strict=True))
+        stated = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
+        tokens = dict(zip([member.peer_id for member in roster], stated, strict=True))
         tokens |= dict.fromkeys(replicas, 0.0)  # guard: weightless-replica
         peers = sorted((*peers, *replicas))
-        return cls.of(
-            peers,
-            [tokens[peer] for peer in peers],
-            drawn_uplinks(peers, roster.reducing(peers, replicas), attempt),
-            format,
-            [roster.weights[peer] for peer in peers],
-            roster.usual_tokens,
-            replicas,
+        capped = capped_tokens([tokens[peer] for peer in peers])  # guard: fair-weights
+        uplinks = drawn_uplinks(peers, roster.reducing(peers, replicas), attempt)
+        return cls(
+            peers=tuple(peers),
+            tokens=tuple(capped),
+            weights=tuple(min(count, roster.weights[peer]) for peer, count in zip(peers, capped, strict=True)),
+            format=format,
+            slices=slices(format, reduced_shares(uplinks)),
+            delta_numel=0 if format.is_exact else format.segments[0].numel,
+            usual_tokens=roster.usual_tokens,
+            replicas=frozenset(replicas),
         )
 
     @property

@@ -167,7 +167,7 @@ def deltas(seed):
 
 def plan_of(peers=PEERS, codec="fp32"):
     format = Format([Segment(NUMEL, codec)])
-    return GroupPlan.of(peers, [100.0] * len(peers), [1.0] * len(peers), format)
+    return GroupPlan.in_roster(met([member(peer) for peer in peers]), peers, format)
 
 
 def judged(values, peers=PEERS, me=PEERS[0]):

@@ -19,9 +19,12 @@ from spes_p2p.swarm.averaging.partition import (
     slices,
     weighted_mean,
 )
+from spes_p2p.swarm.roster import Member, Roster
+from tests.support.agreement import last_body
 
 weights = st.lists(st.integers(0, 10**6), min_size=1, max_size=6).filter(any)
 NUM_ELEMENTS = 33
+PEERS = [f"Qm{'P' * 43}{letter}" for letter in "ABC"]
 
 
 def draw_parts(count, seed):
@@ -114,10 +117,13 @@ def test_a_mean_reduced_by_messages_is_the_mean_and_its_error_what_is_missing(se
     numel = 200_001
     format = Format([Segment(numel, codec), Segment(numel, "fp32")])
     parts = torch.randn(3, 2 * numel, generator=torch.Generator().manual_seed(seed))
-    tokens = [3.0, 1.0, 2.0]
+    tokens = [3, 1, 2]
     encoded = [format.encode(part) for part in parts]
     values = [format.decode(data) for data in encoded]
-    plan = GroupPlan.of(["a", "b", "c"], tokens, [1.0, 1.0, 1.0], format)
+    last, times = last_body(PEERS), {"tokens_per_second": 1.0, "ready_at": 1.0, "sync_seconds": 0.0}
+    start = {"round": last.round, "previous": last.digest, "slots": ()}
+    entries = [Member(peer_id=peer, tokens=n, **start, **times) for peer, n in zip(PEERS, tokens, strict=True)]
+    plan = GroupPlan.in_roster(Roster(entries, last), PEERS, format)
     error = 0.01 * torch.randn(numel, generator=torch.Generator().manual_seed(seed + 1))
     result, left = torch.empty(format.num_bytes, dtype=torch.uint8), torch.zeros(numel)
     for messages in plan.slices:
