@@ -106,15 +106,10 @@ class DeltaEncoding:
 
     def format(self, name: str, round: int) -> Format:
         """Return the format of a group's vector in the round that commits it."""
-        return self._cached([part for part in self._segments[VectorName(name).kind] if round % part.interval == 0])
-
-    def _cached(self, segments: Iterable[Segment]) -> Format:
-        key = tuple(segments)
-        if key not in self._formats:
-            self._formats[key] = Format(key)
-        return self._formats[key]
-
-    # ------------------------------------------------------------------ contributions
+        segments = tuple(part for part in self._segments[VectorName(name).kind] if round % part.interval == 0)
+        if segments not in self._formats:
+            self._formats[segments] = Format(segments)
+        return self._formats[segments]
 
     def encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         """Return a contribution's roster entry, and its vectors as uint8; one of them is in fp32 at a time.
@@ -140,8 +135,6 @@ class DeltaEncoding:
             self._pending = {}  # nothing of it counts, so the residual is still to be sent
         return member, encoded
 
-    # ------------------------------------------------------------------ residuals
-
     def commit(self, committed: Iterable[str]) -> None:
         """Keep the residuals of the committed groups; those of the others are dropped together with their deltas."""
         for name in committed:
@@ -155,8 +148,6 @@ class DeltaEncoding:
         self._pending = {}
         for name in self.feedback.names:
             self.feedback.drop(name)
-
-    # ------------------------------------------------------------------ means
 
     def decode(self, name: str, round: int, data: Tensor) -> Tensor:
         """Return the values of a mean, in the memory of its bytes if the format is exact.
