@@ -397,32 +397,27 @@ def called_back(node: Node) -> tuple[bool, list[str]]:
     return any(reached) or False not in reached, [host for host, _ in hosts.most_common()]
 
 
-class DialBack:
-    """Dials peers back on request.
+def dial_back(node: Node) -> None:
+    """Dial peers back on request, from now on.
 
     Only the address from which the caller's own connection comes is dialled; otherwise a peer could have a third
     machine dialled.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._limit = asyncio.Semaphore(MAX_CALLED_BACK)
-        service = _service(node, "dialback")
-        node.run(node.serve(service, CALLED_BACK_SECONDS, self._answer), CALLED_BACK_SECONDS)
+    limit = asyncio.Semaphore(MAX_CALLED_BACK)
 
-    async def _answer(self, channel: Channel, asker: str) -> None:
+    async def answer(channel: Channel, asker: str) -> None:
         question = _CallMe.parse(await channel.receive_text())
-        async with self._limit:
-            hosts = await self._hosts_of(asker)
-            reached = [await _can_connect(host, question.port) for host in hosts[:2]]
+        async with limit:
+            addresses = (await node.p2p.connected_from()).get(asker, ())
+            direct = {at for at in addresses if at.startswith("/ip4/") and "p2p-circuit" not in at}
+            hosts = sorted({at.split("/")[2] for at in direct})[:2]
+            reached = [await _can_connect(host, question.port) for host in hosts]
         host = hosts[reached.index(True)] if any(reached) else ""
-        answer = _Called(is_reached=any(reached) if reached else None, host=host)
-        await channel.send_last(answer.model_dump_json())
+        called = _Called(is_reached=any(reached) if reached else None, host=host)
+        await channel.send_last(called.model_dump_json())
 
-    async def _hosts_of(self, peer: str) -> list[str]:
-        """Return the IPv4 addresses from which a peer is connected."""
-        addresses = (await self._node.p2p.connected_from()).get(peer, ())
-        return sorted({at.split("/")[2] for at in addresses if at.startswith("/ip4/") and "p2p-circuit" not in at})
+    node.run(node.serve(_service(node, "dialback"), CALLED_BACK_SECONDS, answer), CALLED_BACK_SECONDS)
 
 
 async def _can_connect(host: str, port: int) -> bool:

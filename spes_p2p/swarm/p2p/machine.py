@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
+from spes_p2p.swarm.p2p.introductions import Introducer, Links, dial_back
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Contact
@@ -23,7 +23,7 @@ class Machine:
         self.watchdog = Watchdog(node)
         self.links = Links(node)
         if not node.client_mode:
-            DialBack(node)
+            dial_back(node)
             Introducer(node)
 
     def met_before(self) -> frozenset[str]:
