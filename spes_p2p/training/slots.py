@@ -332,11 +332,6 @@ class HeldSlots:
             bundles[name] = bundle
         self._swarm.publish(0, bundles)
 
-    def common_weights(self, name: VectorName) -> Tensor:
-        """Return a slot's weights as all peers have them."""
-        kept = self._anchors.kept_name(name)
-        return self._anchors.weights_of(kept, self._swarm.load(kept))
-
     def _take_masters(self, came: Collection[VectorName]) -> None:
         """Make the masters and kept forms that have to be made, and take masters as anchors; forget all others."""
         self._make_kept(came)

@@ -196,7 +196,8 @@ class Synchroniser:
         if not merge_alpha(self.run.merge, round):
             return {}
         slots = [slot for slot in range(self.run.num_slots) if self.held.has(VectorName.of_slot(slot))]
-        weights = {slot: self.held.common_weights(VectorName.of_slot(slot)) for slot in slots}
+        kept = {slot: self.anchors.kept_name(VectorName.of_slot(slot)) for slot in slots}  # as all peers have them
+        weights = {slot: self.anchors.weights_of(name, self.swarm.load(name)) for slot, name in kept.items()}
         stepped = tuple(name.slot for name in self.anchors.names if name.slot is not None)
         return merge_shifts(self.run.merge, round, self._layout, weights, stepped)
 

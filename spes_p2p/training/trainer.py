@@ -343,7 +343,10 @@ class Trainer:
             group = name.weights
             layout = self.layouts[group.kind]
             if name != group:
-                self.optimizer.set_moments(group, self._by_kind(group, flat))
+                parts = flat.split(layout.numel)
+                kinds = self.optimizer.kinds(group)[-len(parts) :]  # a single one is the last kind
+                moments = {kind: layout.unflatten(part) for kind, part in zip(kinds, parts, strict=True)}
+                self.optimizer.set_moments(group, moments)
             elif name.slot is None:
                 self.model.load_shared(layout.unflatten(flat))
             elif flat.dtype == torch.uint8:
@@ -351,13 +354,6 @@ class Trainer:
             else:
                 self.model.load_slot(name.slot, layout.unflatten(flat))
             del flat  # before the next is read
-
-    def _by_kind(self, name: VectorName, flat: Tensor) -> dict[str, dict[str, Tensor]]:
-        """Split a vector of averaged moments by kind and parameter; a single one is the last kind."""
-        layout = self.layouts[name.kind]
-        parts = flat.split(layout.numel)
-        kinds = self.optimizer.kinds(name)[-len(parts) :]
-        return {kind: layout.unflatten(part) for kind, part in zip(kinds, parts, strict=True)}
 
     @on_all_ranks("masters")
     def set_slots(self, slots: Iterable[int], masters: Mapping[VectorName, Tensor] | None) -> None:

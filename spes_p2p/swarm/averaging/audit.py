@@ -254,10 +254,11 @@ class Auditor:
         if self._me not in self._plan.senders:
             return found
         cosines: dict[int, float] = {}
+        ratio = max(max_length_ratios(self._plan.tokens, self._me, self._plan.usual_tokens))
         for index, seen in self._means.items():
             for segment, (_, mean, own) in zip(self._plan.format.segments, seen.tolist(), strict=True):
-                if own > 0 and math.sqrt(mean / own) > self._longest_mean(segment):  # guard: mean-size
-                    times = math.sqrt(mean / own)
+                times = math.sqrt(mean / own) if own > 0 else 0.0
+                if times > MAX_TIMES_OWN ** _power(segment) * ratio:  # guard: mean-size
                     found[self._plan.peers[index]] = Evidence(f"its mean is {times:.3g} times as long as ours", False)
             inner, mean, own = seen[0].tolist()
             if own > 0:
@@ -268,11 +269,6 @@ class Auditor:
                 peer = self._plan.peers[list(cosines)[index]]
                 found.setdefault(peer, Evidence("its mean points away from our delta", False))
         return found
-
-    def _longest_mean(self, segment: Segment) -> float:
-        """Return how many times as long as our part of a segment its mean may be."""
-        ratios = max_length_ratios(self._plan.tokens, self._me, self._plan.usual_tokens)
-        return MAX_TIMES_OWN ** _power(segment) * max(ratios)
 
     # ------------------------------------------------------------------ evidence
 
