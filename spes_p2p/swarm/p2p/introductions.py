@@ -19,7 +19,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -32,6 +32,7 @@ from spes_p2p.swarm.records import PeerId
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=Message)
 ANSWER_SECONDS = 5.0
 DIAL_SECONDS = 5.0
 LOOK_SECONDS = 0.1
@@ -134,7 +135,7 @@ class Introducer:
         self._asked = Allowance(BURST, PAUSE_SECONDS)
         self._told = Allowance(BURST, PAUSE_SECONDS)
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
-        node.run(node.serve(_service(node), ANSWER_SECONDS, self._answer), ANSWER_SECONDS)
+        node.run(node.serve(_service(node, "introduce"), ANSWER_SECONDS, self._answer), ANSWER_SECONDS)
 
     async def _answer(self, channel: Channel, asker: str) -> None:
         question = _Question.parse(await channel.receive_text())
@@ -154,16 +155,9 @@ class Introducer:
         if not (you and seen) or peer == asker:
             return _Answer(you=you)
         may_tell = self._told.take(peer, time.monotonic())  # guard: introductions-told
-        return _Answer(you=you, peer=seen if may_tell and await self._tell(peer, asker, you) else "")
-
-    async def _tell(self, peer: str, other: str, address: str) -> bool:
-        """Ask a peer to call another one now; return whether it does."""
-        try:
-            told = _Told(peer=other, address=address)
-            return _Consent.parse(await ask(self._node, peer, _service(self._node, "told"), told, ANSWER_SECONDS)).calls
-        except Exception as error:  # noqa: BLE001 - the peer may be gone, or run another version: it does not call
-            log.debug("%s does not call %s: %r", peer[-6:], other[-6:], error)
-            return False
+        told = _Told(peer=asker, address=you)
+        consent = await _asked(self._node, peer, "told", told, _Consent, ANSWER_SECONDS) if may_tell else None
+        return _Answer(you=you, peer=seen if consent is not None and consent.calls else "")
 
 
 class Links:
@@ -320,11 +314,7 @@ class Links:
     # ------------------------------------------------------------------ asking and hearing
 
     async def _ask(self, introducer: str, question: _Question) -> _Answer | None:
-        try:
-            return _Answer.parse(await ask(self._node, introducer, _service(self._node), question, 2 * ANSWER_SECONDS))
-        except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
-            log.debug("%s introduces no one: %r", introducer[-6:], error)
-            return None
+        return await _asked(self._node, introducer, "introduce", question, _Answer, 2 * ANSWER_SECONDS)
 
     async def _learn_kind(self) -> None:
         able = await self._ask_for("")
@@ -366,8 +356,17 @@ TOLD: Mapping[Kind, str] = {
 """What the log, the page and `spes join` say of a router."""
 
 
-def _service(node: Node, name: str = "introduce") -> str:
+def _service(node: Node, name: str) -> str:
     return f"{node.run_id}::{name}"
+
+
+async def _asked(node: Node, peer: str, name: str, question: Message, kind: type[M], seconds: float) -> M | None:
+    """Return a peer's answer to a question; None if the peer is gone, or runs another version."""
+    try:
+        return kind.parse(await ask(node, peer, _service(node, name), question, seconds))
+    except Exception as error:  # noqa: BLE001 - of any type: the peer has caused it
+        log.debug("no answer of %s to %r: %r", peer[-6:], question, error)
+        return None
 
 
 def called_back(node: Node) -> tuple[bool, list[str]]:
@@ -375,17 +374,11 @@ def called_back(node: Node) -> tuple[bool, list[str]]:
 
     With that come the IPv4 hosts at which they have reached it, most often named first.
     """
-    service, question = _service(node, "dialback"), _CallMe(port=node.port)
-
-    async def ask_one(peer: str) -> _Called:
-        try:
-            return _Called.parse(await ask(node, peer, service, question, CALLED_BACK_SECONDS))
-        except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
-            log.debug("%s does not say whether it can call us: %r", peer, error)
-            return _Called(is_reached=None)
+    question, peers = _CallMe(port=node.port), node.initial_peers()[:MAX_CALLERS]
 
     async def ask_all() -> list[_Called]:
-        return await asyncio.gather(*map(ask_one, node.initial_peers()[:MAX_CALLERS]))
+        asked = (_asked(node, peer, "dialback", question, _Called, CALLED_BACK_SECONDS) for peer in peers)
+        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
     try:
         answers = node.run(ask_all(), 2 * CALLED_BACK_SECONDS)
