@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,17 +97,12 @@ class WatchedSwarm(VirtualSwarm):
         self._brought = brought
 
     def agree(
-        self,
-        contribution: Contribution,
-        stage: Callable[[RoundResult], Staged | None],
-        *,
-        expected: Collection[str],
-        closes_from: float,
+        self, contribution: Contribution, stage: Callable[[RoundResult], Staged | None], **when: Any
     ) -> Body | None:
         member = contribution.member
         drawn = self.source.notes.get(f"{self.peer_id}:{member.round + 1}", []) if member.tokens else []
         self._brought[member.round + 1, self.peer_id] = list(drawn)
-        return super().agree(contribution, stage, expected=expected, closes_from=closes_from)
+        return super().agree(contribution, stage, **when)
 
 
 class Peer(VirtualPeer):

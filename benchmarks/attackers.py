@@ -254,9 +254,9 @@ def _ungated(gate: LossGate, vectors: Mapping[VectorName, Tensor], adopted: Coll
 def guard_seconds() -> float:
     """Return by how much longer a peer takes for its part of a group's means if it looks at what it gets."""
     peers = [f"Qm{'P' * 43}{letter}" for letter in ascii_uppercase[:PEERS]]
-    start = {"round": 0, "previous": "0" * 64, "slots": ()}
     times = {"tokens_per_second": 1.0, "ready_at": 1.0, "sync_seconds": 0.0}
-    roster = Roster(Member(peer_id=peer, tokens=1, **start, **times) for peer in peers)
+    entry = {"round": 0, "previous": "0" * 64, "tokens": 1, "slots": (), **times}
+    roster = Roster(Member.model_validate(entry | {"peer_id": peer}) for peer in peers)
     plan = GroupPlan.in_roster(roster, peers, Format([Segment(SHARED_NUMEL, "fp32")]))
     vectors = [torch.randn(SHARED_NUMEL) + 1.0 for _ in range(PEERS)]
     source = plan.format.encode(vectors[0])

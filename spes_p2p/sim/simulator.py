@@ -312,9 +312,10 @@ class _Simulation:
         total = self._run.round.total
         swarms = {peer: each.swarm for peer, each in self._peers.items()}
         found = certified(swarms.pop(index), swarms.values())
-        versions = {VectorName(name): version for name, (version, _) in found.items()}
-        self._digests[round] = {name: version.digest for name, version in versions.items() if name.is_weights}
-        self._forms[round] = {name: version.digest for name, version in versions.items() if name.is_kept}
+        versions = {name: version for name, (version, _) in found.items()}
+        digests = {VectorName(name): version.digest for name, version in versions.items()}
+        self._digests[round] = {name: digest for name, digest in digests.items() if name.is_weights}
+        self._forms[round] = {name: digest for name, digest in digests.items() if name.is_kept}
         self._left_out[round] = self._indices(self._peers[index].sync.held.distrusted)
         # In every round, since any may be the last, after which no peer is left to load it from.
         self._model.load(versions, lambda name: found[name][1].load(name))
