@@ -71,13 +71,16 @@ class JoinConfig(VolunteerConfig):
     model_config = SettingsConfigDict(cli_prog_name="spes join")
     foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(_join_hint)
 
-    link: CliPositionalArg[str]
-    """The run's link, one word that begins with `spes:`; every peer prints it."""
+    link: CliPositionalArg[str] = ""
+    """The run's link, one word that begins with `spes:`; every peer prints it. SPES_LINK keeps it out of the process
+    list."""
     output: Path | None = None  # type: ignore[assignment]
     """Directory of this peer's identity, versions and checkpoint; by default runs/ and the run's name."""
 
     @model_validator(mode="after")
     def _check_link(self) -> JoinConfig:
+        if not self.link:
+            raise ValueError("link is missing; name the run by its link, or set SPES_LINK to it")
         try:
             JoinLink.parse(self.link)
         except ConfigError as error:

@@ -16,7 +16,7 @@ from spes_p2p.cli import load_settings
 from spes_p2p.commands import invite
 from spes_p2p.commands.join import as_peer
 from spes_p2p.config import MAX_ADDRESSES, JoinLink
-from spes_p2p.config.commands import InviteConfig, JoinConfig
+from spes_p2p.config.commands import InviteConfig, JoinConfig, MonitorConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.model_folder import ModelFolder
 from spes_p2p.peer.joining import LINK_FILE, own_invite, write_friends_link
@@ -160,6 +160,15 @@ def test_a_link_unpacks_to_a_few_kilobytes_at_most() -> None:
 def test_a_bad_link_on_the_command_line_names_the_remedy() -> None:
     with pytest.raises(ConfigError, match="copy the whole word"):
         load_settings(JoinConfig, [LINK.encode()[:-5]])
+
+
+def test_a_link_in_the_environment_stays_out_of_the_process_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="set SPES_LINK"):
+        load_settings(JoinConfig, [])
+    for prefix in ("SPES_", "SPES_MONITOR_"):
+        monkeypatch.setenv(f"{prefix}LINK", LINK.encode())
+    assert as_peer(load_settings(JoinConfig, [])).run_id == load_settings(MonitorConfig, []).run_id == LINK.founded
+    assert load_settings(JoinConfig, [LINK.model_copy(update={"run_id": "b"}).encode()]).link.startswith("spes:b.")
 
 
 def test_joining_by_a_link_is_joining_with_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
