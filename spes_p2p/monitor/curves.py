@@ -89,7 +89,14 @@ class WandbSink(Sink):
                 config=_shown(config),
                 dir=str(directory),
                 mode=mode,  # type: ignore[arg-type]
-                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, save_code=False),
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    save_code=False,
+                    disable_git=True,
+                    x_disable_stats=True,
+                    x_disable_meta=True,  # the command line, which may have an invite  # guard: wandb-command-line
+                ),
             )
         except (wandb.Error, OSError) as error:
             raise ConfigError(f"W&B does not start: {error}; set WANDB_MODE=offline or drop --wandb") from error

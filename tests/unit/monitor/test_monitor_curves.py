@@ -165,6 +165,17 @@ def test_a_restarted_monitor_goes_on_in_the_same_run_of_wandb(tmp_path: Path, no
         assert key.encode() in logs
 
 
+def test_no_word_of_the_command_line_reaches_wandb(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["spes", "monitor", "spes:run.eNqSECRET", "--output", "SECRET"])
+    sink = wandb_sink(no_account)
+    sink.take({"kind": "evaluation", "round": 1, "loss": 2.0, "total_tokens": 3}, empty_view())
+    sink.close()
+    (log,) = no_account.glob("wandb/offline-run-*/*.wandb")
+    assert wandb_values(log, "swarm/held_out_loss") == [2.0]
+    files = [file for file in no_account.rglob("*") if file.is_file()]
+    assert len(files) > 3 and not any(b"SECRET" in file.read_bytes() for file in files)
+
+
 @pytest.mark.parametrize("first_flags", [["--resume"], ["--resume", "--tensorboard"]], ids=["without", "with"])
 def test_a_monitor_that_resumes_with_tensorboard_shows_the_rounds_before_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_flags: list[str]
