@@ -27,6 +27,11 @@ State = tuple[int, int, int, int]
 """Inode, size, modification time and change time of a file."""
 
 
+def private_folder(folder: Path) -> None:
+    """Make a folder that no other user can read, and its parents; one that is there keeps its mode."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # guard: private-folder
+
+
 def cache_folder(cache: Path, kind: str) -> Path:
     """Return the cache's folder for one kind of file; make it if it is absent.
 
@@ -35,7 +40,7 @@ def cache_folder(cache: Path, kind: str) -> Path:
     """
     folder = cache.expanduser() / kind
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
     except OSError as error:
         raise ConfigError(f"cannot use cache {folder}: {error.strerror}; set --cache to a writable folder") from error
     if not os.access(folder, os.W_OK):

@@ -34,7 +34,7 @@ from spes_p2p.data.packing import held_out_by_source, train_sources
 from spes_p2p.data.remote import url_of, with_fetched
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.fs import write_atomic
+from spes_p2p.fs import private_folder, write_atomic
 from spes_p2p.monitor.events import METRICS_FILE, read_events
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer import life
@@ -318,7 +318,8 @@ class Experiment:
         """Run to the end; return 0 if the monitor saw the run finish."""
         out, run = self._config.output, self._config.run
         try:
-            (out / "logs").mkdir(parents=True, exist_ok=True)
+            private_folder(out)
+            (out / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot write --output {out}: {error.strerror}; name a writable one") from error
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})

@@ -26,6 +26,7 @@ from spes_p2p.data.conversations import Prompt, held_out_prompts
 from spes_p2p.data.packing import held_out_by_source, probe_windows
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
+from spes_p2p.fs import private_folder
 from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints, Uploads
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, Sink, read_events, replay
@@ -88,7 +89,7 @@ def own_output(settings: MonitorConfig) -> Iterator[Path]:
                 names = ", ".join(found)
                 raise ConfigError(f"output {output} holds {names} already; pass --resume, --overwrite or another")
             if not output.is_dir():
-                output.mkdir(parents=True, exist_ok=True)
+                private_folder(output)
                 stack.enter_context(alone_in(output, LOCK_FILE))
             delete([*results, curves, output / peerstore.FILE] if settings.overwrite else [])
         except OSError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.fs import private_folder
 
 STARTING = ".starting"
 """In a directory until its first start has succeeded; the next start empties a directory that still holds it."""
@@ -88,7 +89,7 @@ def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
     existed, starting = directory.exists(), directory / STARTING
     with contextlib.ExitStack() as stack:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            private_folder(directory)
             stack.enter_context(alone_in(directory))
             starting.touch()  # a start that is killed from here on leaves a directory that the next one takes
             delete(path for path in list(directory.iterdir()) if path.name not in (STARTING, LOCK))

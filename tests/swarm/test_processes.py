@@ -109,6 +109,7 @@ def test_a_peer_deletes_the_sockets_of_dead_peers_and_nothing_else(short):
         listening.bind(str(foreign / "heard.sock"))
         listening.listen()
         own = Path(socket_folder())
+    assert own.stat().st_mode & 0o777 == 0o700, "another user would speak for this peer"
     there = {path.name for path in short.iterdir()}
     assert there == {*names, foreign.name, own.name} - {f"spes-p2p-{gone.pid}-dead"}
 

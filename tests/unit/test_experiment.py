@@ -265,6 +265,7 @@ def test_the_numbers_of_all_processes_lie_beside_the_logs(tmp_path: Path, starte
         assert local.main(ExperimentConfig(run=run, peers=PEERS, max_slots=SLOTS, resume=resume, **common)) == 0
         written = (tmp_path / "out" / "logs" / "pids.txt").read_text()
         assert written == "".join(f"{first + index}\n" for index in range(PEERS + 1))
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700, "the logs may quote its user's text"
 
 
 @pytest.mark.parametrize("device", [None, "auto", "cpu"])

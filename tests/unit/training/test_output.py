@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from in_a_fork import in_a_fork
 
-from spes_p2p.config.machine import PeerConfig
+from spes_p2p.commands.monitor import own_output
+from spes_p2p.config.commands import MonitorConfig, PeerConfig
 from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.fs import cache_folder
 from spes_p2p.peer.joining import kept
 from spes_p2p.peer.output_dir import alone_in, fresh_output
 from spes_p2p.swarm.p2p.identity import Identity
@@ -49,6 +51,14 @@ def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_
         (output / "identity.key").touch()
         keep()
     assert {path.name for path in output.iterdir()} == {"identity.key", ".lock"}
+
+
+def test_no_other_user_of_the_machine_reads_an_output_or_a_cache(tmp_path: Path) -> None:
+    watched = MonitorConfig(run_id="run", initial_peers=["x"], output=tmp_path / "monitor")
+    cached = cache_folder(tmp_path / "cache", "tokens")
+    with fresh_output(tmp_path / "runs" / "peer"), own_output(watched) as seen:
+        for folder in (tmp_path / "runs" / "peer", seen, cached):
+            assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
