@@ -17,7 +17,7 @@ CHANGEABLE = (
     *("data.mixture", "data.phases", "revoked_invites", "round.total", "train.decay_fraction", "train.final_lr_ratio"),
     *("train.lr", "train.schedule", "train.schedule_rounds"),
 )
-OWN = frozenset({"data.paths", "data.skip_unusable", "data.chat_template", "data.probe"})
+OWN = frozenset({"data.paths", "data.skip_unusable", "data.chat_template", "data.probe", "data.tokenizer"})
 """Settings of which a manifest has what the founder's machine made of them."""
 
 

@@ -150,7 +150,8 @@ class DataConfig(Frozen):
     """Leave out and count unusable conversations, as with --skip-unusable. By default the first one
     ends the peer."""
     tokenizer: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_tokenizer_name)] | None = None
-    """A Hugging Face tokenizer (name or directory); none trains a byte-level BPE on the corpus at first use."""
+    """A Hugging Face tokenizer (name or directory); none trains a byte-level BPE on the corpus at first use. Of a
+    directory others see the last part of its path."""
     vocab_size: Annotated[int, Field(ge=1, le=2**24)] = 4096
     """Entries of a BPE trained at first use; with `tokenizer`, replaced by that tokenizer's size."""
     sequence_length: Annotated[int, Field(ge=1, le=2**20)] = 256

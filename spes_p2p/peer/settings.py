@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -65,6 +67,8 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     corpus = founding(corpus, tokenizer)
     # What is the founder's own is of no use to others.
     chosen = {name: getattr(corpus, name) for name in ("chat_template", "probe", "packing")}
+    if run.data.tokenizer is not None and os.path.exists(run.data.tokenizer):  # guard: tokenizer-base-name
+        chosen["tokenizer"] = Path(run.data.tokenizer).absolute().name
     run = run.model_copy(update={"data": run.data.model_copy(update={**chosen, "paths": []})})
     if source is not None:
         with ExitStack() as stack:  # refuses files that lack a tensor of the model; no weight is read

@@ -22,6 +22,7 @@ from filelock import FileLock
 from spes_p2p.commands.local import _own, _with_data
 from spes_p2p.commands.tokenize import main
 from spes_p2p.config import DataConfig, PeerConfig, RunConfig
+from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.config.commands import ExperimentConfig, TokenizeConfig
 from spes_p2p.data import tokenise as module
 from spes_p2p.data.packing import held_out_batches, token_file, train_sources
@@ -483,6 +484,17 @@ def test_a_founder_keeps_its_paths_and_takes_the_tokenizer_beside_its_shards(tok
         assert tokenizer_digest(tokenizer) == read_manifest(folder / "manifest.json").tokenizer_sha256
     with pytest.raises(ConfigError, match=r"trains on files .*--data"):
         founder_settings(PeerConfig(run_id="r", run=founded, cache=tmp_path / "cache"), founded)
+
+
+def test_a_founder_publishes_the_name_of_its_tokenizer_and_not_the_way_to_it(tmp_path, monkeypatch, seed):
+    path = write_rows(tmp_path / "a.jsonl", sentences(random.Random(seed), 50))
+    shutil.copytree(TOKENIZER, tmp_path / "alice" / "words")
+    monkeypatch.chdir(tmp_path / "alice")
+    for named in (str(tmp_path / "alice" / "words"), "./words/"):
+        run = RunConfig(data=DataConfig(source="files", tokenizer=named, sequence_length=16, held_out_fraction=0.2))
+        founded, _ = founder_settings(PeerConfig(run_id="r", run=run, text=[path], cache=tmp_path / "cache"), run)
+        assert founded.data.tokenizer == Path(named).name and "alice" not in founded.model_dump_json()
+        check_kept_settings(run, [founded], tmp_path)  # the same command again, with --resume
 
 
 def without_paths(data: DataConfig) -> DataConfig:
