@@ -42,7 +42,7 @@ from spes_p2p.swarm.certificate import Keys
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.consensus import PROMISES, has_reopened
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.invites import is_invite, issue
+from spes_p2p.swarm.invites import SHOWN_LETTERS, is_invite, issue
 from spes_p2p.swarm.manifest import (
     REVISION_FILE,
     Manifest,
@@ -380,9 +380,11 @@ def _say_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -
     if founds:
         say_qr(link.encode())
     if (friends := config.output / FRIENDS_FILE).exists():
-        log.info("friends who join with the link in %s may vote; give it to friends only", friends)
+        word = friends.read_text().strip()
+        by = JoinLink.parse(word).invite[:SHOWN_LETTERS]
+        log.info("friends who join with the link in %s may vote, by invite %s; give it to friends only", friends, by)
         if sys.stdout.isatty():  # a log is no place for it
-            say(f"friends: spes join {friends.read_text().strip()}")
+            say(f"friends: spes join {word}")
     addresses = " ".join(link.addresses)
     log.info("or, in full: spes peer --run-id %s --initial-peers %s%s", link.founded, addresses, needs)
 

@@ -140,18 +140,20 @@ class PeerPage:
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
         self._controls.live(why if stage in ("waiting", "alone") else self._why)
+        last = self._swarm.last()
         calls = f"calls others only; {self._swarm.links.told()}" if self._swarm.node.client_mode else "yes"
         return Own(
             peer_id=self._swarm.peer_id,
             stage=stage,
             why=why,
-            committed=self._swarm.last().round,
+            committed=last.round,
             uptime_seconds=now - self._began,
             memory_bytes=self._memory,
             sent_bytes=sent,
             received_bytes=received,
             reachability=f"{calls}; {watchdog.neighbours} near",
             ways=self._ways,
+            votes={peer: last.seats.get(peer, "") for peer in last.voters},
             rounds=self._rounds,
         )
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_KNOWN = 4096
 """Checked proofs that are remembered: each claim is read every few seconds."""
 ID_LETTERS = 16
+SHOWN_LETTERS = 6
+"""Letters of them on a page and in a log."""
 ShownInvite = Annotated[str, Field(max_length=768, pattern=r"^[A-Za-z0-9+/=.]*$")]  # guard: invite-text
 """What a peer shows of its invite, unverified; empty without one."""
 InviteId = Annotated[str, Field(max_length=ID_LETTERS, pattern=r"^[A-Za-z0-9+/]*$")]

@@ -39,7 +39,8 @@ class ScriptedSwarm:
         return time.time()
 
     def last(self) -> SimpleNamespace:
-        return SimpleNamespace(round=2)
+        voters = {peer_id(0): "", peer_id(1): "eBthumXyeBthumXy"}
+        return SimpleNamespace(round=2, voters=(*voters, peer_id(2)), seats={**voters, peer_id(2): "eBthumXyeBthumXy"})
 
     def known(self) -> None:
         return None
@@ -110,7 +111,8 @@ def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
     figures = state["figures"]
     assert (figures["my_sent"], figures["my_received"], figures["reach"]) == (22, 11, "yes; 1 near")
     assert figures["memory"] > 1e7
-    assert [peer[-1] for peer in state["peers"].values()] == ["", "met"]
+    assert [peer[-2:] for peer in state["peers"].values()] == [["founder", ""], ["invite eBthum", "met"]]
+    assert figures["votes"] == "voters by invite: 2 by eBthum", "one of them has not announced itself"
     assert any("round 2:" in words for _, words in state["events"].values())
 
 

@@ -7,7 +7,7 @@ page's script shows each as text.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from spes_p2p.monitor.events import Event
 from spes_p2p.monitor.sinks import number_or_dash
 from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
 from spes_p2p.presentation import MAX_QUOTE_CHARS, printable, qr_rows
+from spes_p2p.swarm.invites import SHOWN_LETTERS
 from spes_p2p.swarm.names import slot_ranges
 
 MAX_ROUNDS = 300
@@ -71,6 +72,7 @@ class Own:
         received_bytes: Since the peer's start.
         reachability: In words.
         ways: How it reaches other peers now, in words, by their ids.
+        votes: The invite by which each voter votes, by peer id; empty for the founder.
         rounds: Its rounds since the page was started, by number.
     """
 
@@ -84,6 +86,7 @@ class Own:
     received_bytes: int = 0
     reachability: str = ""
     ways: Mapping[str, str] = field(default_factory=dict)
+    votes: Mapping[str, str] = field(default_factory=dict)
     rounds: Mapping[int, OwnRound] = field(default_factory=dict)
 
 
@@ -300,6 +303,8 @@ def _by_source(view: SwarmView) -> str:
 
 def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
     peer = view.peers.get(own.peer_id)
+    invites = sorted(Counter(invite[:SHOWN_LETTERS] for invite in own.votes.values() if invite).items())
+    votes = ", ".join(f"{count} by {invite}" for invite, count in invites)
     counted = sum(min(own.rounds[number].tokens, view.rounds[number].cap) for number in own.rounds.keys() & view.rounds)
     return {
         "my_tokens": peer.report.total_tokens if peer is not None and peer.report is not None else 0,
@@ -309,6 +314,7 @@ def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
         "uptime": round(own.uptime_seconds, -1),
         "memory": _digits(own.memory_bytes, 3),
         "reach": own.reachability,
+        "votes": f"voters by invite: {votes}" if votes else "",
     }
 
 
@@ -323,20 +329,22 @@ def _row(summary: RoundSummary, total: int, mine: OwnRound | None) -> list[Any]:
 
 
 def _peer(peer: PeerView, view: SwarmView, own: Own | None) -> list[Any]:
-    """Return state, round, tokens, loss, tokens/s, share not training, dropped groups, bytes out and in, slots, and how
-    this peer reaches it."""
+    """Return state, round, tokens, loss, tokens/s, share not training, dropped groups, bytes out and in, slots, the
+    invite by which it votes, and how this peer reaches it."""
     way = own.ways.get(peer.peer_id, "") if own else ""
+    invite = own.votes.get(peer.peer_id) if own else None
+    vote = f"invite {invite[:SHOWN_LETTERS]}" if invite else "" if invite is None else "founder"
     state = "silent" if _is_silent(peer, view) else peer.state
     slots, report = slot_ranges(peer.slots), peer.report
     if report is None:
-        return [state, peer.round, *[None] * 7, slots, way]
+        return [state, peer.round, *[None] * 7, slots, vote, way]
     numbers = [
         report.total_tokens,
         _digits(report.loss, 5),
         _digits(report.tokens_per_second),
         _digits(sync_share(report), 2),
     ]
-    return [state, peer.round, *numbers, report.dropped, report.bytes_out, report.bytes_in, slots, way]
+    return [state, peer.round, *numbers, report.dropped, report.bytes_out, report.bytes_in, slots, vote, way]
 
 
 def _cells(peer: PeerView) -> str:

@@ -77,6 +77,7 @@ async def axe_violations(tab: Tab) -> list[str]:
 def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_path: Path) -> None:
     seen = history()
     own = Own(peer_id(1), HOSTILE, HOSTILE, reachability=HOSTILE, sent_bytes=10, ways={peer_id(0): "through others"})
+    own = replace(own, votes={peer_id(0): "eBthumXyeBthumXy", peer_id(1): ""})
     bad = seen[-2]
     bad = bad.evaluated(43, 3.0, (Sample(HOSTILE, HOSTILE, HOSTILE),))
     peers = dict(bad.peers) | {HOSTILE: replace(bad.peers[peer_id(0)], peer_id=HOSTILE, state=HOSTILE)}  # type: ignore[arg-type]
@@ -99,7 +100,8 @@ def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_
         await tab.wait_for("document.title.includes('round 45 of 64 · run')", seconds=20)
         assert await tab.evaluate("data.rounds.size") == 44
         words = await tab.evaluate("document.querySelector('#peers').innerText")
-        assert "link" in words and "through others" in words
+        assert "link" in words and "through others" in words and "invite eBthum" in words
+        assert await tab.evaluate("at('peers-words').textContent") == "voters by invite: 1 by eBthum"
         assert await tab.evaluate(OVERFLOW) <= 0
         assert await tab.evaluate("window.spesOwned") is None and tab.faults() == []
         assert tab.bytes_received() <= MAX_WIRE_BYTES

@@ -29,7 +29,7 @@ const HELP = {
   peers_chart: "Peers that reported each round.",
   mine: "Tokens that this machine trained in each committed round.",
   samples: "The model of each evaluated round continues the beginning of a held-out text, or replies to the first turn of held-out conversations, with its most likely token each time.",
-  peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging. On a peer's own page \"link\" says how it reaches the other: by a direct call, met through both routers by an introduction, or through others.",
+  peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging. On a peer's own page \"link\" says how it reaches the other: by a direct call, met through both routers by an introduction, or through others, and \"votes\" by which of the founder's invites it votes on what counts.",
   controls: "What you have asked of this machine. An empty field is the default; a change takes effect within one step, the number of slots with the next round, the upload rate with the next start.",
   events: "What happened, newest first, in this device's time.",
 };
@@ -390,20 +390,21 @@ function showPeers(changed) {
   const table = at("peers"), isOwn = Boolean(data.run.get("me")); // a monitor's page says of no peer how it is reached
   if (!changed || !table.tHead) {
     const head = element("tr");
-    head.append(...[...HEADS, ...(isOwn ? ["link"] : []), "slots"].map((title) => { const cell = element("th", title); cell.scope = "col"; return cell; }));
+    head.append(...[...HEADS, ...(isOwn ? ["votes", "link"] : []), "slots"].map((title) => { const cell = element("th", title); cell.scope = "col"; return cell; }));
     table.replaceChildren(element("thead"), element("tbody"));
     table.tHead.append(head);
   }
   const known = data.figures.get("known");
-  at("peers-words").textContent = known > data.peers.size ? `the first ${data.peers.size} of ${known}` : "";
+  const shown = known > data.peers.size ? `the first ${data.peers.size} of ${known}` : "";
+  at("peers-words").textContent = [shown, data.figures.get("votes")].filter(Boolean).join("; ");
   const body = table.tBodies[0], rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   for (const key of changed ? Object.keys(changed) : data.peers.keys()) {
     const old = rows.get(key), value = data.peers.get(key);
     if (!value) { old?.remove(); continue; }
-    const [state, round, tokens, loss, speed, sync, dropped, sent, received, slots, way] = value;
+    const [state, round, tokens, loss, speed, sync, dropped, sent, received, slots, vote, way] = value;
     const row = element("tr");
     row.dataset.key = key;
-    const cells = [name(key), state, String(round), short(tokens), short(loss, 4), short(speed), percent(sync), short(dropped), bytes(sent), bytes(received), ...(isOwn ? [way] : []), slots];
+    const cells = [name(key), state, String(round), short(tokens), short(loss, 4), short(speed), percent(sync), short(dropped), bytes(sent), bytes(received), ...(isOwn ? [vote, way] : []), slots];
     row.append(...cells.map((words) => element("td", words)));
     if (old) old.replaceWith(row); else body.append(row);
   }
