@@ -1,6 +1,6 @@
 """What one dishonest peer of eight can do to a run: the model's loss, how soon it is left out, and what guarding costs.
 
-    .venv/bin/python benchmarks/attackers.py [--write]
+    .venv/bin/python benchmarks/attackers.py
 
 Each attack in turn, in the simulator: the real trainer, rounds, reducers and bans, at as many tokens as the same swarm
 undisturbed. Runs that are in the results are not made again; delete the file to make them all.
@@ -24,7 +24,7 @@ from pydantic_settings import SettingsConfigDict
 from torch import Tensor
 
 from benchmarks.records import say_rows
-from benchmarks.tables import HEAD, Row, fill, markdown_table
+from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.commands.simulate import Spread
@@ -40,7 +40,7 @@ from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.training.loss_gate import LossGate
 
-RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
+RESULTS = Path("benchmarks/results/attackers.json")
 SEEDS = (0, 1, 2)
 ATTACKER, FIRST, FACTOR, SOLE_FACTOR = 2, 3, 100.0, 1e4
 """The attacker, its first round, its factor, and its factor on slots that it alone holds."""
@@ -74,8 +74,6 @@ class AttackersBenchmarkConfig(CommandConfig):
 
     results: Path = RESULTS
     """Where each run's figures are kept."""
-    write: bool = False
-    """Put the table into docs/trust.md."""
 
 
 def main(config: AttackersBenchmarkConfig) -> int:
@@ -91,8 +89,6 @@ def main(config: AttackersBenchmarkConfig) -> int:
     document.setdefault("guard_seconds", guard_seconds())
     config.results.write_text(json.dumps(document, indent=1) + "\n")
     rows = say_rows(attacker_rows(document))
-    if config.write:
-        fill(PAGE, "ATTACKERS", markdown_table(HEAD, [row.cells for row in rows]))
     return 0 if all(row.is_reached is not False for row in rows) else 1
 
 

@@ -44,7 +44,7 @@ def rate_of_step(run: RunConfig, rounds_elapsed: float) -> float:
     """Return the learning rate of a local step, with a floor in rounds that end by the clock.
 
     There a step may be a slow peer's only one in its round. Without the floor, the first step of a warm-up's first
-    round has rate 0, and the peer's delta is so short that it rejects the other peers' as outliers (docs/trust.md).
+    round has rate 0, and the peer's delta is so short that it rejects the other peers' as outliers (docs/security.md).
     """
     train, full = run.train, run.round.full_rounds
     total = full(run.round.total)

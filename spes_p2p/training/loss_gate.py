@@ -3,7 +3,7 @@
 A group of five or more audits its members' deltas (`swarm/averaging/audit.py`). No other peer sees the delta of a slot
 with one holder, and with two or three holders only its length is bounded; so each peer measures the result. All peers
 use the same public text (on files of their own: their own, or the probe of the founder), and each trusts only its own
-measurement. docs/trust.md explains the constants.
+measurement. docs/security.md explains the constants.
 """
 
 from __future__ import annotations

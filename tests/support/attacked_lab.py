@@ -29,7 +29,7 @@ ROUNDS_UNTIL_SEEN = 20
 """In which one that is found out has come again and was not wanted: caught in the act it misses the round, comes late
 to some more where rounds are as short as here, and must be caught twice."""
 FOUND_OUT = ("sign_flip", "scale", "nan", "lying_reducer")
-"""Those that bring what no honest peer would; the others do no more harm than one that is absent (docs/trust.md)."""
+"""Those that bring what no honest peer would; the others do no more harm than one that is absent (docs/security.md)."""
 ROUND_SECONDS = 120.0
 """More than one takes on a machine that has much else to do."""
 LONGER = {"min_seconds": 4.0, "max_seconds": 4.0}
