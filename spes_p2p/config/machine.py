@@ -292,8 +292,8 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     resume: bool = False
     """Continue with the contents of `output`."""
     resume_round: Annotated[int, Field(ge=1)] | None = None
-    """Resume from the checkpoint of this round, with all peers that are started so; peers without the flag go on as
-    before. Once the peer has gone back, the flag does nothing."""
+    """Resume from the checkpoint of this round. All peers that are started so go back together, others do not; once a
+    peer has gone back, the flag does nothing."""
     skip_optimizer: bool = False
     """Resume with a new inner optimizer. Weights, data position and step counts are the checkpoint's."""
     overwrite: bool = False

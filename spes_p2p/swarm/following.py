@@ -77,10 +77,8 @@ class Following:
                     self.follow(certificate)
             elif body.round > last.round + 1:
                 # A single one is the newest, and this peer asks for what it has missed.
-                is_proven = self._skips(certificate, last) and self.chain.is_led_to(
-                    certificate
-                )  # guard: skipped-contents
-                if len(message.certificates) > 1 and is_proven:
+                is_led_to = self.chain.is_led_to(certificate)  # guard: skipped-contents
+                if len(message.certificates) > 1 and is_led_to and self._skips(certificate, last):
                     self.follow(certificate)
             elif self._is_preferred(certificate, after):
                 log.warning("round %d: following the preferred branch of a fork", body.round)
