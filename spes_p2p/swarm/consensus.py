@@ -211,7 +211,7 @@ class Consensus:
         missing, last = self._waits_for, self.last()
         if not missing:
             return ""
-        seconds = max(0.0, self._network.now() - last.ends_at)
+        seconds = max(0.0, self._network.now() - max(last.ends_at, self._agreement.following.opened_at))
         return (
             f"for {', '.join(peer[-6:] for peer in missing)} since {seconds:.0f} s; keeping round {last.round}, trying "
             f"all known addresses; start them again, or other voters go on after {self._rules.shrink_seconds:.0f} s "

@@ -229,8 +229,8 @@ def test_a_peer_that_was_in_company_commits_alone_only_if_told_to(tmp_path, capl
         assert torch.equal(result.committed[SHARED], item.deltas[SHARED])
         return
     assert not result.committed and SHARED in result.dropped
-    said = next(record.message for record in caplog.records if "out of reach" in record.message)
-    assert "keeping round 0" in said and "--alone" in said
+    said = next(record.message for record in caplog.records if "waits for" in record.message)
+    assert "since 0 s; keeping round 0" in said and "--alone" in said
 
 
 def test_a_peer_that_never_met_another_trains_alone(tmp_path):
