@@ -40,6 +40,7 @@ LAST_SECONDS = 120.0
 """Longest that a peer that has ended waits for its last save."""
 MOMENTS = "moments/"
 RESIDUALS = "remainders/"
+RANDOM = "random/"
 _FOLDER = re.compile(r"^round-(\d+)-step-(\d+)$")
 
 
@@ -310,6 +311,7 @@ def save_round(
     saved: dict[str, Mapping[str, Tensor] | Mapping[str, PagedVector]] = {
         MOMENTS: trainer.state_tensors(),  # copies
         RESIDUALS: sync.swarm.residuals(),
+        RANDOM: trainer.random_state(),
     }
     versions, data = tuple(sync.swarm.versions().values()), trainer.data.state_dict()
     state = PeerState(sync.held.run_id, sync.round, trainer.slots, trainer.steps, total_tokens, data, versions)
@@ -318,7 +320,7 @@ def save_round(
 
 def restore(saved: Saved, trainer: Trainer, sync: Synchroniser) -> None:
     """Continue from a checkpoint, after the model was brought to the swarm's state; moments of other slots are left."""
-    trainer.restore(saved.state.steps, saved.state.data)
+    trainer.restore(saved.state.steps, saved.state.data, _under(RANDOM, saved.tensors))
     if saved.skips_optimizer:
         return
     moments = _under(MOMENTS, saved.tensors)

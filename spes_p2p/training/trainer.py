@@ -296,11 +296,21 @@ class Trainer:
         """Return the optimizer's state for a checkpoint."""
         return self.optimizer.state_tensors()
 
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the state of torch's generators: nothing draws from them today, but a kernel or a loss may."""
+        device = self.ranks.device
+        own = {"cpu": torch.get_rng_state()}
+        return own if device.type == "cpu" else own | {"cuda": torch.cuda.get_rng_state(device)}
+
     @on_all_ranks()
-    def restore(self, steps: int, data: Mapping[str, Any]) -> None:
-        """Go on after so many steps, with this state of the data."""
+    def restore(self, steps: int, data: Mapping[str, Any], random: Mapping[str, Tensor]) -> None:
+        """Go on after so many steps, with this state of the data and of torch's generators."""
         self.steps = steps
         self.data.load_state_dict(dict(data))
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.ranks.device)
 
     @on_all_ranks("state")
     def load_state_tensors(self, state: Mapping[str, Tensor] | None) -> None:
