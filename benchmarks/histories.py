@@ -39,12 +39,14 @@ RESULTS = ROOT / "benchmarks" / "results" / "histories.json"
 QUIET_SECONDS = 3600.0
 """Virtual time after the chaos in which a round must be certified."""
 BROKEN = {
-    "honest": ("forks", "lost", "stands", "apart", "wrongly_convicted"),
+    "honest": ("forks", "lost", "stands", "apart", "wrongly_convicted", "moved", "unvouched", "revoked_votes"),
     "twice": ("unproven", "stands", "wrongly_convicted"),
     "set_back": ("unproven", "stands", "wrongly_convicted"),
 }
 """What must not happen, by kind: a minority lies at most; a voter signs twice; a disk is set back without notice."""
 WRITTEN_EVERY = 100
+RARE = 0.02
+"""Share of disturbances that revoke an invite, take all back to an earlier round, or cut for 12 or 30 minutes."""
 KINDS = LIARS | PROVEN
 
 
@@ -68,6 +70,10 @@ async def history(seed: int, kind: str = "honest", only: str = "") -> dict[str, 
     began = world.now
     await _run(QUIET_SECONDS, lambda: all(node.last.round > head.round + 2 for node in honest))
     healed = world.now - began
+    if world.reopened:  # who was cut off then went on in the old generation; its user sees that, and goes back too
+        for node in honest:
+            node.guarded(node.reopen)
+        await _run(60)
     stands = answers and any(node.last.round <= head.round for node in honest)
     for node in world.nodes.values():
         node.stop()
@@ -89,7 +95,9 @@ def _begin(seed: int, kind: str, only: str, rng: random.Random) -> tuple[World, 
     """Start a swarm; return it with its peers and the lie of each."""
     num = rng.randint(3, 9)
     peers = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(num)]
-    world = World(seed, rng, genesis("histories", peers[0], hashed("manifest"), NUM_SLOTS, peers))
+    start = genesis("histories", peers[0], hashed("manifest"), NUM_SLOTS)
+    seats = {peer: f"invite{index}" * (index > 0) for index, peer in enumerate(peers)}
+    world = World(seed, rng, start.model_copy(update={"seats": seats}))
     faulty = set(rng.sample(peers[1:], (num - 1) // 4)) if kind == "honest" else set()
     faulty = {rng.choice(peers[1:])} if kind == "twice" else faulty
     names = sorted(PROVEN if kind == "twice" else LIARS)
@@ -123,20 +131,32 @@ def _disturb(world: World, rng: random.Random, kind: str) -> None:
     nodes = list(world.nodes.values())
     node = rng.choice(nodes)
     event = rng.choice(["crash", "crash", "cut", "heal", "split", "late", "restore", "backup"])
+    if kind == "honest" and rng.random() < RARE:
+        event = rng.choice(["revoke", "reopen", "long split"])
     if event == "crash" and node.is_up:
         node.crash(rng.uniform(1, 200))
     elif event == "cut":
         world.cut.add((node.peer_id, rng.choice(nodes).peer_id))
     elif event == "heal":
         world.cut.clear()
-    elif event == "split":
+    elif event in ("split", "long split"):
         world.split(set(rng.sample([each.peer_id for each in nodes], len(nodes) // 2)))
-        asyncio.get_running_loop().call_later(rng.uniform(10, 100), world.cut.clear)
+        seconds = rng.uniform(10, 100) if event == "split" else rng.choice([720.0, 1800.0])
+        asyncio.get_running_loop().call_later(seconds, world.cut.clear)
     elif event == "late" and len(nodes) < 12:
         peer = hashed_peer_id(f"{world.seed}:late{len(nodes)}".encode())
         drops = kind == "honest" and rng.random() < 0.1
         world.nodes[peer] = (KINDS["drops"] if drops else Node)(world, peer)
         world.nodes[peer].start()
+    elif event == "revoke" and not world.revoked:
+        world.revoked = (rng.choice([seat for seat in world.start.seats.values() if seat]),)
+        for each in nodes:
+            if each.is_up:
+                each.read()
+    elif event == "reopen" and not world.reopened:
+        last = max(each.last.round for each in nodes if each.is_honest)
+        if last > 8:
+            world.reopen(last - rng.randint(0, 6))
     elif event == "backup":
         node.back_up()
     elif event == "restore" and node.backup is not None:
@@ -168,13 +188,14 @@ async def _calm(world: World, rng: random.Random, end: str) -> set[str]:
 def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
     unshrunk: dict[str, set[str]] = defaultdict(set)
     for body in world.certified.values():
-        if not body.shrunk:
+        if not body.shrunk and not body.is_varied:
             unshrunk[body.previous].add(body.digest)
     forks = sum(len(digests) > 1 for digests in unshrunk.values())
     final = max(honest, key=lambda node: node.last.round)
     kept = {certificate.body.digest for certificate in final.chain}
     missing = [disks for digest, disks in world.adopted.items() if digest not in kept]
-    shrunk = sum(bool(body.shrunk) for body in world.certified.values())
+    shrunk = sum(bool(body.shrunk or body.stood_in_for) for body in world.certified.values())
+    revoked = {peer for peer, seat in world.start.seats.items() if seat in world.revoked}
     is_judged = not (shrunk or forks)
     guilty = set(world.proven_at)
     bodies = [certificate.body for certificate in final.chain]
@@ -192,6 +213,11 @@ def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
         "wrongly_convicted": sum(world.nodes[p].is_honest and p not in world.set_back for p in guilty),
         "rounds_until_out": max(out, default=0),
         "apart": max(len(ends) - 1, 0),
+        "moved": world.num_moved,
+        "unvouched": len({peer for body in bodies for peer in body.voters} - world.start.seats.keys()),
+        "revoked_votes": len(revoked & set(final.last.voters)),
+        "revoked": len(revoked),
+        "reopened": int(world.reopened > 0),
     }
 
 

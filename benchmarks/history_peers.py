@@ -16,8 +16,16 @@ from functools import partial
 from typing import Any
 
 from spes_p2p.swarm.agreement import Agreement
-from spes_p2p.swarm.certificate import Body, Certificate, Certificates, check_certificate, roster_digest
+from spes_p2p.swarm.certificate import (
+    Body,
+    Certificate,
+    Certificates,
+    Revision,
+    check_certificate,
+    roster_digest,
+)
 from spes_p2p.swarm.chain import Chain
+from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.part import Outcome, Part, Rules
 from spes_p2p.swarm.promises import Promises
@@ -83,6 +91,22 @@ class World:
     """Peers whose disk was set back without their notice."""
     lies: Counter[str] = field(default_factory=Counter)
     """How often each peer has lied."""
+    reopened: int = 0
+    """The round that all users went back to; 0 if they did not."""
+    num_moved: int = 0
+    """Rounds that were final for a peer, and were replaced."""
+
+    revoked: tuple[str, ...] = ()
+    """Invites that the founder's revision revokes, once it is written."""
+
+    def reopen(self, round: int) -> None:
+        """Have all users go back to a round: those of peers that are down when they start them again."""
+        self.reopened = round
+        later = {digest for digest, body in self.certified.items() if body.round >= round}
+        self.adopted = {digest: disks for digest, disks in self.adopted.items() if digest not in later}
+        for node in self.nodes.values():
+            if node.is_up:
+                node.guarded(node.reopen)
 
     @property
     def now(self) -> float:
@@ -116,7 +140,7 @@ class World:
 
     def is_shrunk(self, body: Body | None) -> bool:
         """Return whether a body, or one before it, names voters absent."""
-        while body is not None and not body.shrunk:
+        while body is not None and not (body.shrunk or body.stood_in_for):
             body = self.certified.get(body.previous)
         return body is not None
 
@@ -124,7 +148,7 @@ class World:
         """Note a certificate, if it has enough votes."""
         body = certificate.body
         last = self.start if body.previous == self.start.digest else self.certified.get(body.previous)
-        is_news = body.digest not in self.certified and (is_followed or not body.shrunk)
+        is_news = body.digest not in self.certified and (is_followed or not (body.shrunk or body.is_varied))
         if is_news and last is not None and not check_certificate(certificate, last, HmacKeys("")):
             self.certified[body.digest] = body
             self.certified_at[body.digest] = self.now
@@ -146,6 +170,9 @@ class Node:
         """Certificates on disk."""
         self.final = 0
         """The last final round, on disk with them."""
+        self.guests = GuestList(world.start.previous, world.start.founder, self.keys)
+        self.finals: dict[int, str] = {}
+        """Digests of the rounds that were final in this process."""
         self.backup: tuple[Promises | None, list[Certificate], int] | None = None
         self.heard: dict[str, float] = {}
         self.is_up = False
@@ -176,9 +203,29 @@ class Node:
             self._save,
             is_new=self.is_new,
             on_certificate=self._certified,
+            guests=self.guests,
         )
         self.is_new = False
+        self.read()
+        self.finals = {}
+        self.guarded(self.reopen)
         self.tasks = [asyncio.ensure_future(self._live()), asyncio.ensure_future(self._beat())]
+
+    def read(self) -> None:
+        """State that the founder's revision is read; what it revokes holds from the certificate on that names it."""
+        if self.world.revoked:
+            self.agreement.revision = Revision(number=1, digest=hashed("revision"))
+        self.guests.revoked = self.world.revoked if self.agreement.chain.last.revision.number else ()
+
+    def reopen(self) -> None:
+        """Go back to the round that the user has chosen, once."""
+        round, chain = self.world.reopened, self.agreement.chain
+        found = chain.certificate_at(round) if round else None
+        if found is not None and not chain.last.generation:
+            self.finals = {each: digest for each, digest in self.finals.items() if each < round}
+            body = found.body.model_copy(update={"generation": f"{round}:{hashed(self.peer_id)[:32]}"})
+            self.agreement.following.follow(found.model_copy(update={"body": body}))
+            self.agreement.go_back()
 
     def stop(self) -> None:
         """End this process."""
@@ -226,15 +273,20 @@ class Node:
             raise Crash
 
     def _certified(self, certificate: Certificate) -> None:
-        self.chain = self.agreement.chain.certificates
-        self.final = self.agreement.chain.final
+        chain = self.agreement.chain
+        self.chain, self.final = list(chain.with_skipped(chain.certificates, chain.start.round)), chain.final
+        self.read()
+        self.world.num_moved += sum(chain.digest_at(round) != digest for round, digest in self.finals.items())
+        self.finals |= {round: chain.digest_at(round) for round in range(len(self.finals) + 1, chain.final + 1)}
         if self.world.rng.random() < self.crash_share:
             self.is_up = False
             raise Crash
         if self.is_honest:
             self.world.note(certificate, is_followed=True)
-            if not certificate.body.shrunk:
-                self.world.adopted.setdefault(certificate.body.digest, set()).add(self.peer_id)
+            body, reopened = certificate.body, self.world.reopened
+            is_given_up = reopened and body.round >= reopened and not body.generation
+            if not body.shrunk and not body.is_varied and not is_given_up:
+                self.world.adopted.setdefault(body.digest, set()).add(self.peer_id)
 
     # ------------------------------------------------------------------ the agreement's wire
 

@@ -377,7 +377,7 @@ class Agreement:
 
     def _may_enter(self, peer: str, attempt: int) -> bool:
         last = self.chain.last
-        if peer in last.voters or not last.round:
+        if peer in last.voters:
             return True
         is_out = self._out_until.get(peer, 0) > last.round  # guard: lost-strangers
         return attempt < VOTERS_ALONE_FROM and not is_out

@@ -152,8 +152,9 @@ class Chain:
         """
         body, contents = certificate.body, certificate.contents
         certificate = certificate.model_copy(update={"skipped": ""})
-        self._num_in_time = self._num_in_time + 1 if is_in_time and not body.shrunk else 0
-        self.shrunk_at = body.ends_at if body.shrunk else self.shrunk_at
+        is_parted = _is_parted(body)
+        self._num_in_time = self._num_in_time + 1 if is_in_time and not is_parted else 0
+        self.shrunk_at = body.ends_at if is_parted else self.shrunk_at
         if body.round > self.last.round + 1:
             self._note(contents)
             self._old = [*_thinned(self.start, self.certificates, skips), certificate]
@@ -166,7 +167,7 @@ class Chain:
             half = MAX_RECENT // 2
             self._old = _thinned(self.start, [*self._old, *self._recent[:half]], skips)
             del self._recent[:half]
-        is_whole = not any(each.body.shrunk for each in self._recent)  # guard: healing-halves
+        is_whole = not any(_is_parted(each.body) for each in self._recent)  # guard: healing-halves
         is_whole &= not self.shrunk_at or body.ends_at - self.shrunk_at > HEALING_SECONDS  # guard: healing-day
         if self._num_in_time >= FINAL_AFTER and is_whole:
             self.final = max(self.final, body.round - FINAL_AFTER)
@@ -181,6 +182,11 @@ class Chain:
         del self._recent[round - self._base.round :]
         del self._contents[round - self.start.round :], self._digests[round - self.start.round + 1 :]
         self.final = min(self.final, round)
+
+
+def _is_parted(body: Body) -> bool:
+    """Return whether peers went on by a body without voters that may have gone on themselves."""
+    return bool(body.shrunk or body.stood_in_for)
 
 
 def _thinned(start: Body, certificates: Sequence[Certificate], skips: Skips) -> list[Certificate]:

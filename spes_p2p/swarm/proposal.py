@@ -325,11 +325,9 @@ def check_roster(body: Body, last: Body, attempt: int) -> str:
     held = [list(slots) for each in body.members for slots in (each.slots, each.replicates)]
     if ids != sorted(set(ids)) or any(slots != sorted(set(slots)) for slots in held):
         return "its roster is not in order"
-    if not last.round:
-        return ""
     if attempt >= VOTERS_ALONE_FROM and not set(ids) <= set(last.voters):  # guard: voters-alone
         return f"its roster has others than voters in attempt {attempt}"
-    if len(strangers(last, ids)) > max_strangers(len(last.voters)):  # guard: few-strangers
+    if last.round and len(strangers(last, ids)) > max_strangers(len(last.voters)):  # guard: few-strangers
         return f"its roster has {len(strangers(last, ids))} strangers"
     return ""
 

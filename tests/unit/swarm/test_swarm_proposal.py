@@ -163,7 +163,7 @@ def test_from_the_third_attempt_on_voters_are_alone():
     round = Round(last_body(members=members(NEW[0])), (*VOTERS, NEW[0]))
     assert [bool(round.check(round.propose(attempt))) for attempt in range(4)] == [False, False, True, True]
     begun = Round(last_body(VOTERS[:1], round=0), VOTERS)
-    assert not begun.check(begun.propose(2))
+    assert not begun.check(begun.propose(1)) and begun.check(begun.propose(2)), "in the first round too"
 
 
 def test_results_are_of_the_roster_and_of_the_attempt_that_made_the_body():
