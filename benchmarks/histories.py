@@ -291,6 +291,8 @@ def _code() -> str:
     """Return a digest of what decides in a history, and of what draws and judges it."""
     names = (
         "certificate",
+        "next_body",
+        "invites",
         "chain",
         "part",
         "following",
