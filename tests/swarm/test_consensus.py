@@ -16,7 +16,8 @@ from deciders import Decider
 from hivemind.p2p import PeerID
 from peer_server import RUN_ID, start_of
 
-from spes_p2p.swarm.certificate import Point, Question
+from spes_p2p.swarm.certificate import Certificates, Point, Question, vote_for
+from spes_p2p.swarm.following import MIN_SECONDS_APART
 from spes_p2p.swarm.p2p.channel import TEXT, DisconnectedError
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
@@ -28,12 +29,13 @@ NAMES = "abc"
 SECONDS = 30.0
 
 
-def start(folder, name, addresses=(), **settings):
-    """Start a peer over p2pd; three of them vote."""
-    voters = tuple(Identity(folder / voter / "key").peer_id for voter in NAMES)
+def start(folder, name, addresses=(), *, num_voters=3, **settings):
+    """Start a peer over p2pd; three of them hold seats, and so many vote."""
+    seats = tuple(Identity(folder / voter / "key").peer_id for voter in NAMES)
     identity = Identity(folder / name / "key")
     node = Node(identity, RUN_ID, initial_peers=addresses)
-    return Decider(node, identity, folder / name / "consensus", start_of(voters, num_slots=1), **settings)
+    body = start_of(seats, num_slots=1).model_copy(update={"voters": seats[:num_voters]})
+    return Decider(node, identity, folder / name / "consensus", body, **settings)
 
 
 def stop(peer):
@@ -113,6 +115,38 @@ def test_a_newcomer_with_a_link_follows_the_links_chain(three, folder):
         wait_until(lambda: newcomer.last == last and newcomer.rounds()[-1] == last.round)
     finally:
         stop(newcomer)
+
+
+def test_the_founders_key_replaces_no_final_round(tmp_path, caplog):
+    """It alone certified round 1, and signs another one at round 10."""
+    founder = start(tmp_path, NAMES[0], num_voters=1)
+    others = [start(tmp_path, name, founder.network.addresses(), num_voters=1) for name in NAMES[1:]]
+    peers = [founder, *others]
+    for peer in peers:
+        peer.others = [each.peer_id for each in peers]
+    try:
+        for _ in range(10):
+            last = decide(peers)
+            threading.Event().wait(MIN_SECONDS_APART)  # what comes faster was made in advance
+        assert len(last.voters) == 3 and others[0].consensus.recent().startswith("2:")
+        first = founder.consensus._agreement.chain.certificate_at(1)
+        bodies = (first.body.model_copy(update={"ends_at": float(end)}) for end in range(1000))
+        body = next(each for each in bodies if each.digest < first.body.digest)
+        vote = vote_for(body, 0, founder.peer_id).signed(founder.keys)
+        forged = first.model_copy(update={"body": body, "signatures": {founder.peer_id: vote.signature}})
+
+        async def send():
+            for peer in others:
+                founder.consensus._wire.post(peer.peer_id, Certificates(certificates=(forged,)))
+
+        with caplog.at_level(logging.INFO, "spes_p2p"):
+            founder.network.run(send(), SECONDS)
+            wait_until(lambda: caplog.text.count("round 1 is final here") == 2)
+        assert all(peer.last == last for peer in peers)
+        assert decide(peers).previous == last.digest
+    finally:
+        for peer in peers:
+            stop(peer)
 
 
 def test_a_message_of_a_stranger_that_is_too_long_is_not_read(three, stranger, caplog):

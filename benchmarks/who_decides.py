@@ -1,0 +1,114 @@
+"""Who decides: the attacks that worked once, and what becomes of a run whose voters are away, as tests hold them.
+
+    .venv/bin/python -m benchmarks.who_decides [--output benchmarks/results/who_decides]
+
+Each row runs its tests. `python -m benchmarks.histories` and `benchmarks/attackers.py` have the figures that no test
+holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks.cluster import ROOT
+from benchmarks.machine import Circumstances, load_average
+from benchmarks.passing import passing
+from benchmarks.records import say_rows, write_rows
+from benchmarks.tables import Row
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig
+
+UNIT = "tests/unit/swarm/test_swarm"
+FIGURES: dict[tuple[str, str], tuple[str, ...]] = {
+    (
+        "the founder's key signs another certificate of round 1 at round 10 (real peers)",
+        "nothing moves; a fork is told",
+    ): (
+        "tests/swarm/test_consensus.py::test_the_founders_key_replaces_no_final_round",
+        f"{UNIT}_following.py::test_no_branch_replaces_a_certificate_that_eight_have_followed_in_time",
+    ),
+    ("former voters sign another chain; a newcomer with a link hears them first", "it follows the link's chain"): (
+        f"{UNIT}_consensus.py::test_a_newcomer_with_a_link_follows_no_chain_but_the_links",
+    ),
+    ("three of four voters, two removed since, sign another round r-6 at round r", "nothing moves"): (
+        f"{UNIT}_following.py::test_voters_that_a_branch_has_removed_certify_no_other",
+    ),
+    ("proofs made of old and new certificates after --resume-round", "prove nothing"): (
+        f"{UNIT}_agreement.py::test_votes_of_two_generations_prove_nothing",
+        f"{UNIT}_consensus.py::test_all_that_go_back_decide_the_round_again_and_who_does_not_stays_where_it_is",
+        f"{UNIT}_following.py::test_a_reopened_body_is_followed_only_if_a_quorum_has_gone_on_from_it",
+    ),
+    ("a stranger that drops in each all-reduce, in the first round too", "costs two attempts"): (
+        f"{UNIT}_proposal.py::test_from_the_third_attempt_on_voters_are_alone",
+    ),
+    ("one of two voters that is here and does not vote", "the other goes on after shrink_seconds"): (
+        f"{UNIT}_following.py::test_of_two_voters_one_goes_on_without_one_that_is_here_and_does_not_vote",
+    ),
+    ("identities that confirm and have no invite to vote", "never vote"): (
+        f"{UNIT}_certificate.py::test_who_shows_no_invite_never_votes",
+        "tests/attacks/test_who_counts.py::test_what_ghosts_or_a_minority_sign_does_not_count",
+    ),
+    ("identities with one posted link", "as many seats as places; n/4 a round; shown; revoked"): (
+        f"{UNIT}_certificate.py::test_an_invites_seats_are_taken_for_good",
+        f"{UNIT}_invites.py::test_voters_by_a_revoked_invite_leave_and_do_not_come_back",
+        f"{UNIT}_revision.py::test_a_revision_in_force_revokes_invites_here",
+        "tests/unit/test_peer_page.py::test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same",
+    ),
+    ("a former voter alone; certificates made at once", "not followed, or nothing becomes final"): (
+        f"{UNIT}_following.py::test_a_shrunk_certificate_is_followed_at_once_only_with_goodbyes_of_those_that_left",
+        f"{UNIT}_following.py::test_eight_certificates_made_in_advance_make_nothing_final",
+        f"{UNIT}_following.py::test_certificates_that_come_long_after_their_rounds_make_nothing_final",
+    ),
+    ("a revision that nobody can fetch; one of an earlier founding", "changes nothing"): (
+        f"{UNIT}_following.py::test_no_round_names_a_revision_that_no_quorum_has_read_and_none_waits_for_it",
+        f"{UNIT}_revision.py::test_a_peer_neither_states_nor_takes_over_what_is_not_the_founders_or_not_possible",
+    ),
+    ("five laptops are closed one by one, and opened without the last one", "go on after shrink_seconds"): (
+        f"{UNIT}_following.py::test_those_that_voted_before_go_on_if_the_last_voter_does_not_come_back",
+        f"{UNIT}_following.py::test_nobody_stands_in_while_a_voter_answers_nor_others_than_the_holders_of_seats",
+        f"{UNIT}_following.py::test_what_its_own_voters_certify_replaces_what_others_did_in_their_place",
+    ),
+    ("a run whose voters are away", "waits, and says for whom"): (
+        f"{UNIT}_consensus.py::test_a_voter_whose_others_have_died_waits_for_them_says_so_and_then_goes_on",
+        "tests/unit/test_peer_page.py::test_the_page_says_where_the_peer_is_in_its_life",
+    ),
+    ("a link older than the certificates that peers keep", "checked"): (
+        f"{UNIT}_consensus.py::test_a_newcomer_checks_a_link_of_any_age",
+    ),
+    ("W&B and the list of processes", "no invite"): (
+        "tests/unit/monitor/test_monitor_curves.py::test_no_word_of_the_command_line_reaches_wandb",
+        "tests/unit/test_link.py::test_a_link_in_the_environment_stays_out_of_the_process_list",
+    ),
+}
+"""Tests by attack and what must come of it."""
+
+
+class WhoDecidesConfig(CommandConfig):
+    """The table of attacks on decisions."""
+
+    model_config = SettingsConfigDict(cli_prog_name="who_decides.py")
+
+    output: Path = ROOT / "benchmarks" / "results" / "who_decides"
+    """Where to write, without suffix."""
+
+
+def main(config: WhoDecidesConfig) -> int:
+    """Measure, write and say; return 1 if an attack works."""
+    load_before, seen = load_average(), dict[str, Any]()
+    found = say_rows(rows(seen))
+    write_rows(config.output, Circumstances.now(load_before, None), "Who decides", found, tests=seen)
+    return 0 if all(row.is_reached for row in found) else 1
+
+
+def rows(seen: dict[str, Any]) -> Iterator[Row]:
+    """Yield a row for each attack, as soon as its tests have run."""
+    for (what, goal), tests in FIGURES.items():
+        yield passing(what, goal, tests, seen)
+
+
+if __name__ == "__main__":
+    entry_point(WhoDecidesConfig, main)
