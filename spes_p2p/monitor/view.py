@@ -44,6 +44,7 @@ class Snapshot:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     progress: Mapping[str, Progress] = field(default_factory=dict)
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
+    voters: frozenset[str] = frozenset()
 
     def of(self, peers: Collection[str] | None) -> Snapshot:
         """Return the records of these peers, of all if None: those of others could be anything."""
@@ -53,7 +54,7 @@ class Snapshot:
             {peer: record for peer, record in records.items() if peer in peers}  # guard: certified-figures
             for records in (self.claims, self.progress, self.metrics)
         )
-        return Snapshot(self.now, claims, progress, metrics)  # type: ignore[arg-type]
+        return Snapshot(self.now, claims, progress, metrics, self.voters)  # type: ignore[arg-type]
 
 
 def look(swarm: HivemindSwarm) -> Snapshot:
@@ -63,7 +64,8 @@ def look(swarm: HivemindSwarm) -> Snapshot:
         OSError: the DHT is too slow, or its process has ended: what was read before says nothing of now.
     """
     claims, progress, metrics = (swarm.read_now(kind) for kind in (Claim, Progress, Metrics))
-    return Snapshot(swarm.now(), claims, progress, metrics)  # type: ignore[arg-type]  # validated when they were read
+    voters = frozenset(swarm.last().voters)
+    return Snapshot(swarm.now(), claims, progress, metrics, voters)  # type: ignore[arg-type]  # validated when read
 
 
 class Sample(NamedTuple):
@@ -109,7 +111,7 @@ class RoundSummary:
         cap: Most tokens of one report that count.
         seconds: Median wall time.
         tokens_per_second: Tokens over wall time, synchronisation included.
-        loss: Mean training loss weighted by capped tokens, nats per token; NaN without tokens.
+        loss: Median training loss of the voters, of all if no voter has trained, nats per token; NaN without tokens.
         agreement: Share of reports with the most common digest of the shared parameters.
         phases: Median seconds by phase.
         sync_share: Median share of the wall time not spent training.
@@ -153,6 +155,8 @@ class SwarmView:
     absence_seconds: float
     now: float = 0.0
     published: int = 0
+    voters: frozenset[str] = frozenset()
+    """Their losses count: what others state could be anything."""
     peers: Mapping[str, PeerView] = field(default_factory=dict)
     reports: Mapping[tuple[int, str], Metrics] = field(default_factory=dict)
     held_out: Mapping[int, float] = field(default_factory=dict)
@@ -198,7 +202,7 @@ class SwarmView:
         for (number, _), report in sorted(self.reports.items()):
             if number <= self.published:
                 by_round.setdefault(number, []).append(report)
-        return {number: summarise(reports) for number, reports in by_round.items()}
+        return {number: summarise(reports, self.voters) for number, reports in by_round.items()}
 
     @cached_property
     def totals(self) -> Mapping[int, int]:
@@ -272,7 +276,7 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
     finished = [p.report.round if p.report else 0 for p in peers.values() if p.state == "active"]
     published = max(view.published, _majority_reached(finished))
     changed = {*(number for number, _ in new), *range(view.published + 1, published + 1)}
-    folded = replace(view, now=snapshot.now, published=published, peers=peers, reports=reports)
+    folded = replace(view, now=snapshot.now, published=published, voters=snapshot.voters, peers=peers, reports=reports)
     folded = _with_known_rounds(folded, view, changed)
     near = range(published - KEPT_ROUNDS + 1, published + KEPT_ROUNDS + 1)  # guard: future-reports
     newest_rounds = {key: report for key, report in reports.items() if key[0] in near}
@@ -292,7 +296,7 @@ def _with_known_rounds(view: SwarmView, before: SwarmView, changed: Collection[i
         for (number, _), report in sorted(view.reports.items()):
             if number in by_round:
                 by_round[number].append(report)
-    new = {number: summarise(reports) for number, reports in by_round.items() if reports}
+    new = {number: summarise(reports, view.voters) for number, reports in by_round.items() if reports}
     rounds = {**before.rounds, **new} if new else before.rounds
     view.__dict__["rounds"] = dict(sorted(rounds.items())) if new else rounds  # where a cached_property keeps its value
     return view
@@ -335,14 +339,14 @@ def is_plausible(report: Metrics, total_rounds: int) -> bool:
     )
 
 
-def summarise(reports: list[Metrics]) -> RoundSummary:
+def summarise(reports: list[Metrics], voters: Collection[str] = ()) -> RoundSummary:
     """Return the summary of one round's reports (at least one)."""
     kept = [report.tokens if report.committed else 0 for report in reports]
     cap = WEIGHT_CAP * median_low(filter(None, kept)) if any(kept) else 0
     weights = [min(tokens, cap) for tokens in kept]  # guard: report-weight
     tokens, seconds = sum(weights), median(map(wall_seconds, reports))
-    losses = [weight * report.loss for weight, report in zip(weights, reports, strict=True) if report.loss is not None]
-    loss = sum(losses) / tokens if tokens else math.nan
+    trained = {r.peer_id: r.loss for r, weight in zip(reports, weights, strict=True) if weight and r.loss is not None}
+    losses = [loss for peer, loss in trained.items() if peer in voters] or list(trained.values())  # guard: voters-loss
     digests = Counter(report.shared_digest for report in reports)
     return RoundSummary(
         round=reports[0].round,
@@ -350,7 +354,7 @@ def summarise(reports: list[Metrics]) -> RoundSummary:
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else 0.0,
-        loss=loss,
+        loss=median(losses) if losses else math.nan,
         agreement=max(digests.values()) / len(reports),
         phases={phase: median(phase_seconds(report)[phase] for report in reports) for phase in PHASES},
         sync_share=median(map(sync_share, reports)),

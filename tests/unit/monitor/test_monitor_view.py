@@ -132,9 +132,19 @@ def test_one_peers_tokens_outweigh_nobody_by_more_than_the_cap(honest: list[int]
     assert 0.0 < summary.loss <= 4.0
 
 
-def test_the_round_loss_is_the_plain_token_weighted_mean() -> None:
+def test_the_round_loss_is_the_voters_median() -> None:
+    """Of all that have trained if no voter has."""
+    honest = [report(i, 1, loss=loss) for i, loss in enumerate((2.0, 3.0, 7.0))]
+    lies = [report(i, 1, loss=0.0) for i in range(10, 16)]
+    view = fold(
+        empty_view(), replace(snapshot(1.0, [claim(0)], [*honest, *lies]), voters=frozenset(map(peer_id, range(3))))
+    )
+    assert summarise([*honest, *lies], view.voters).loss == 3.0
+    assert summarise([*honest, *lies]).loss == 0.0 and summarise(honest[:2]).loss == 2.5
+
+
+def test_the_rounds_figures_are_plain_ones() -> None:
     summary = summarise([report(0, 1, tokens=1000, loss=2.0), report(1, 1, tokens=3000, loss=4.0)])
-    assert summary.loss == pytest.approx(3.5)
     assert summary.tokens_per_second == pytest.approx(4000 / 10.0)
     assert summary.sync_share == pytest.approx(0.2)
 
