@@ -356,7 +356,7 @@ class Agreement:
     # ------------------------------------------------------------------ attempts
 
     def _open_round(self) -> None:
-        self.attempts = Attempts(self.chain.last, self._me, self.voter.promises.next_attempt)
+        self.attempts = Attempts(self.chain.last, self._me, self.voter.promises.next_attempt, self._loop_time())
         self._changed.set()
 
     def _followed(self, certificate: Certificate, last: Body) -> None:

@@ -70,9 +70,10 @@ class Attempts:
         last: The body.
         me: This peer.
         number: The attempt that is open here.
+        loop_time: Of now, when the round begins.
     """
 
-    def __init__(self, last: Body, me: str, number: int) -> None:
+    def __init__(self, last: Body, me: str, number: int, loop_time: float = 0.0) -> None:
         self.number = number
         self.num_slow = 0
         """Attempts at whose end this peer had waited in vain."""
@@ -81,8 +82,8 @@ class Attempts:
         self._seen: dict[int, Attempt] = {}
         self._stated: dict[str, int] = {}
         """The newest attempt that each voter is known to be in."""
-        self._heard_at: dict[str, float] = {}
-        """Loop time at which each voter last entered an attempt, or voted."""
+        self._heard_at = dict.fromkeys(last.voters, loop_time)
+        """Loop time at which each voter last entered an attempt, or voted; before, that of the round's beginning."""
         self._lost: set[frozenset[str]] = set()
         """Pairs of a voter and a peer that it has lost in one of the round's attempts."""
 

@@ -36,6 +36,11 @@ class Rules:
     shrink_seconds: float
 
     @property
+    def mute_seconds(self) -> float:
+        """Time without a word after which a voter that is here may be named absent: not while it still trains."""
+        return max(self.shrink_seconds, self.round_seconds + 2 * self.meeting_seconds)  # guard: training-voters
+
+    @property
     def decision_seconds(self) -> float:
         """Time from a peer's own result to the certificate, in the first attempt."""
         return 2 * self.results_seconds + LACKING_SECONDS

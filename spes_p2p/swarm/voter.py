@@ -171,7 +171,7 @@ class Voter:
         voters = self._following.chain.last.voters
         rest = [peer for peer in voters if peer not in self.statements.goodbyes(self._following.chain.last)]
         if self.stands:
-            mute = self.mute(self._rules.shrink_seconds)
+            mute = self.mute(self._rules.mute_seconds)
             rest = [peer for peer in rest if not self._wire.is_gone(peer) and peer not in mute]  # guard: mute-voter
             rest = [peer for peer in rest if peer not in self.forgetful] or rest[:1]
         absent = [peer for peer in voters if peer not in rest]
@@ -188,7 +188,7 @@ class Voter:
     def stand_in(self) -> Body | None:
         """Return the last body with this peer among its voters, if it holds a seat and none of its own voters answers;
         otherwise None."""
-        last, mute = self._following.chain.last, self.mute(self._rules.shrink_seconds)
+        last, mute = self._following.chain.last, self.mute(self._rules.mute_seconds)
         other = last.stand_in() if self.stands else None
         answers = [peer for peer in last.voters if not self._wire.is_gone(peer) and peer not in mute]
         return other if other is not None and self._me in other.voters and not answers else None
@@ -342,7 +342,7 @@ class Voter:
         returned = {each.peer_id for each in proposal.goodbyes if self.statements.is_over(each)}  # guard: goodbye-over
         leaving = leaving_voters(proposal, last, self._guests) - returned
         here = {peer for peer in set(body.shrunk) - leaving if not self._wire.is_gone(peer)}
-        here -= self.forgetful | self.mute(self._rules.shrink_seconds)
+        here -= self.forgetful | self.mute(self._rules.mute_seconds)
         if here or (set(body.shrunk) - leaving and not self.stands):  # guard: shrink-late
             return "the absent voters may come back"
         if proposal.is_repeated:

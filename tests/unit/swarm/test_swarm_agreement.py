@@ -280,7 +280,8 @@ def test_a_voter_goes_on_without_the_absent_half_only_when_late_and_when_all_of_
     assert virtually(run(late, absent))
     assert not virtually(run(late - 2, absent))
     assert not virtually(run(late, absent[:2], round.entered(absent[2], 1)))
-    assert virtually(run(late, absent[:2])), "it is here, and silent"
+    assert not virtually(run(late, absent[:2])), "it may still train"
+    assert virtually(run(RULES.mute_seconds + 1, absent[:2])), "it is here, and silent"
     forgetful = round.entered(absent[2], 1, is_lost=True)
     assert virtually(run(late, absent[:2], forgetful))
     assert not virtually(run(late, absent[:2], forgetful, round.entered(absent[2], 2)))

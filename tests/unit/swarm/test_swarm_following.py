@@ -5,6 +5,7 @@ import random
 import resource
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -206,6 +207,18 @@ def test_of_two_voters_one_goes_on_without_one_that_is_here_and_does_not_vote(li
             await asyncio.sleep(200)
             assert other.last.round > round + 3 and first.peer_id not in other.last.voters
             assert not other.agreement.voter.waits_for()
+
+    virtually(run())
+
+
+def test_who_would_go_on_alone_names_nobody_absent_that_is_here(monkeypatch, seed):
+    """With `--alone` it waits for nobody who has gone, and the others still train when its own training ends."""
+    monkeypatch.setattr("benchmarks.history_peers.RULES", replace(RULES, shrink_seconds=0.0))
+
+    async def run():
+        async with swarm(seed) as world:
+            await asyncio.sleep(120)
+            assert min(heads(world)) > 8 and not any(c.body.shrunk for c in world.nodes[PEERS[0]].chain)
 
     virtually(run())
 
