@@ -148,6 +148,7 @@ class SwarmView:
         held_out: Held-out loss of the swarm's model by round.
         held_out_sources: The same by source, where the run mixes some.
         samples: Text of the swarm's model by round.
+        voters: Those of the last certificate: their losses count.
     """
 
     num_slots: int
@@ -155,13 +156,12 @@ class SwarmView:
     absence_seconds: float
     now: float = 0.0
     published: int = 0
-    voters: frozenset[str] = frozenset()
-    """Their losses count: what others state could be anything."""
     peers: Mapping[str, PeerView] = field(default_factory=dict)
     reports: Mapping[tuple[int, str], Metrics] = field(default_factory=dict)
     held_out: Mapping[int, float] = field(default_factory=dict)
     held_out_sources: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     samples: Mapping[int, tuple[Sample, ...]] = field(default_factory=dict)
+    voters: frozenset[str] = frozenset()
 
     @cached_property
     def active(self) -> tuple[PeerView, ...]:

@@ -23,6 +23,7 @@ from pulls import scripted, send_part
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.exchange import exchange, fetch, serve
+from spes_p2p.swarm.exchange.fetch import MAX_STREAMS_PER_SOURCE
 from spes_p2p.swarm.exchange.protocol import DATA, WANT, Inventory
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
@@ -113,7 +114,9 @@ def test_a_fetch_goes_on_after_a_restart(peers, seed, tmp_path):
     puller = open_swarm(tmp_path, honest.node.addresses())
     try:
         assert pull(puller, wanted, honest) == {} and torch.equal(puller.load("shared"), bundle)
-        assert before + puller.exchange.bytes_in <= num_bytes + 3 * 2**20, "but for the blocks under way"
+        assert before + puller.exchange.bytes_in <= num_bytes + MAX_STREAMS_PER_SOURCE * 2**20, (
+            "but for the blocks under way"
+        )
     finally:
         puller.close()
 
