@@ -63,7 +63,7 @@ FIGURES: dict[tuple[str, str], tuple[str, ...]] = {
         f"{UNIT}_following.py::test_eight_certificates_made_in_advance_make_nothing_final",
         f"{UNIT}_following.py::test_certificates_that_come_long_after_their_rounds_make_nothing_final",
     ),
-    ("a revision that nobody can fetch; one of an earlier founding", "changes nothing"): (
+    ("a revision that no peer can fetch; one of an earlier founding", "changes nothing"): (
         f"{UNIT}_following.py::test_no_round_names_a_revision_that_no_quorum_has_read_and_none_waits_for_it",
         f"{UNIT}_revision.py::test_a_peer_neither_states_nor_takes_over_what_is_not_the_founders_or_not_possible",
     ),
@@ -72,7 +72,7 @@ FIGURES: dict[tuple[str, str], tuple[str, ...]] = {
         f"{UNIT}_following.py::test_nobody_stands_in_while_a_voter_answers_nor_others_than_the_holders_of_seats",
         f"{UNIT}_following.py::test_what_its_own_voters_certify_replaces_what_others_did_in_their_place",
     ),
-    ("a run whose voters are away", "waits, and says for whom"): (
+    ("a run whose voters are away", "waits, and says for which voters"): (
         f"{UNIT}_consensus.py::test_a_voter_whose_others_have_died_waits_for_them_says_so_and_then_goes_on",
         "tests/unit/test_peer_page.py::test_the_page_says_where_the_peer_is_in_its_life",
     ),

@@ -345,7 +345,7 @@ class RunConfig(Frozen):
     invite_only: bool = False
     """Only peers that the founder has invited (`spes invite`) take part."""
     revoked_invites: tuple[RevokedInvite, ...] = Field(default=(), max_length=256)
-    """Invites that hold no more, by the first letters that the page shows; whoever voted by one leaves."""
+    """Revoked invites, by the first letters that the page shows; voters with one of them leave."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"

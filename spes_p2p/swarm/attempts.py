@@ -73,7 +73,7 @@ class Attempts:
         loop_time: Of now, when the round begins.
     """
 
-    def __init__(self, last: Body, me: str, number: int, loop_time: float = 0.0) -> None:
+    def __init__(self, last: Body, me: str, number: int, loop_time: float) -> None:
         self.number = number
         self.num_slow = 0
         """Attempts at whose end this peer had waited in vain."""

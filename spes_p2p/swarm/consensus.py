@@ -22,6 +22,7 @@ from spes_p2p.swarm.certificate import (
     signers_of,
 )
 from spes_p2p.swarm.chain import Chain, ChainFile
+from spes_p2p.swarm.following import Following
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.part import Part, Rules
@@ -87,7 +88,8 @@ class Consensus:
         is_new: bool,
         finds: bool = False,
     ) -> None:
-        say_few(logging.getLogger(Agreement.__module__))
+        for kind in (Agreement, Following):
+            say_few(logging.getLogger(kind.__module__))
         self._network = network
         self._keys = keys
         self._rules = rules

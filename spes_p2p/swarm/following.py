@@ -151,9 +151,6 @@ class Following:
         before, ours = chain.body_at(body.round - 1), chain.certificate_at(body.round)
         if before is None or ours is None or ours.body.digest == body.digest:
             return False
-        gone = set() if body.is_varied else chain.removed_since(body.round)  # guard: removed-signers
-        counted = {peer: each for peer, each in certificate.signatures.items() if peer not in gone}
-        certificate = certificate.model_copy(update={"signatures": counted})
         if body.generation != ours.body.generation:
             is_better = chain.last.is_reopened and body.is_reopened
         elif body.stood_in_for:
@@ -162,10 +159,14 @@ class Following:
             is_better = self._goes_on(body, after)
         else:
             is_better = preferred([ours, certificate]) is certificate
-        if not is_better or self.refusal(certificate, before):
+        if not is_better:
+            return False
+        gone = set() if body.is_varied else chain.removed_since(body.round)  # guard: removed-signers
+        counted = {peer: each for peer, each in certificate.signatures.items() if peer not in gone}
+        if self.refusal(certificate.model_copy(update={"signatures": counted}), before):
             return False
         if body.round <= chain.final:  # guard: final-rounds
-            log.warning("round %d is final here, but voters have signed another end of it: a fork", body.round)
+            log.info("round %d is final here, but voters have signed another end of it: a fork", body.round)
             return False
         return True
 

@@ -17,7 +17,9 @@ from pydantic import Field, ValidationError
 from spes_p2p.errors import ExchangeError, SpesError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import (
+    DIGEST_LETTERS,
     MAX_MEMBERS,
+    MAX_SKIPPED,
     MAX_VOTERS,
     Body,
     Certificate,
@@ -178,8 +180,9 @@ def message_bytes(last: Body) -> int:
 
 
 def certificates_bytes(num_slots: int) -> int:
-    """Return the most bytes of two certificates with all slots, voters and members: a newcomer knows only the slots."""
-    return 2 * (2**8 * (num_slots + MAX_MEMBERS) + 2**10 * MAX_VOTERS)
+    """Return the most bytes of two certificates with all slots, voters, members and rounds that they skip: a newcomer
+    knows only the slots."""
+    return 2 * (2**8 * (num_slots + MAX_MEMBERS) + 2**10 * MAX_VOTERS + DIGEST_LETTERS * MAX_SKIPPED)
 
 
 def shortened(message: Certificates) -> Certificates:

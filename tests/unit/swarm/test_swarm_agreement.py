@@ -362,7 +362,7 @@ def test_a_voter_enters_a_later_attempt_when_a_quorum_states_it_and_for_no_singl
 
 
 def test_what_is_said_of_far_attempts_takes_no_room():
-    attempts = Attempts(last_body(), VOTERS[0], 20)
+    attempts = Attempts(last_body(), VOTERS[0], 20, 0.0)
     assert [number for number in range(40) if attempts.of(number) is not None] == list(range(12, 22))
 
 
@@ -446,7 +446,7 @@ def test_a_peer_without_a_vote_that_voters_have_lost_is_out_for_eight_rounds():
 def test_one_end_of_each_lost_link_sits_the_rounds_later_attempts_out_while_the_rest_is_a_majority():
     def rest(num, *named):
         round = Round(last_body(PEERS[:num]))
-        attempts = Attempts(round.last, PEERS[0], 1)
+        attempts = Attempts(round.last, PEERS[0], 1, 0.0)
         for lost, voter in named:
             attempts.lose(PEERS[lost], PEERS[voter])
         left = attempts.without_lost([round.entered(peer) for peer in PEERS[:num]], ())

@@ -212,7 +212,7 @@ def test_of_two_voters_one_goes_on_without_one_that_is_here_and_does_not_vote(li
 
 
 def test_who_would_go_on_alone_names_nobody_absent_that_is_here(monkeypatch, seed):
-    """With `--alone` it waits for nobody who has gone, and the others still train when its own training ends."""
+    """With `--alone` it does not wait for peers that are gone; the others still train when its own training ends."""
     monkeypatch.setattr("benchmarks.history_peers.RULES", replace(RULES, shrink_seconds=0.0))
 
     async def run():

@@ -17,6 +17,8 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.sim.network import VirtualNetwork
 from spes_p2p.swarm import wire as wires
 from spes_p2p.swarm.certificate import (
+    DIGEST_LETTERS,
+    MAX_SKIPPED,
     Body,
     Certificate,
     Certificates,
@@ -247,6 +249,9 @@ def test_who_was_asked_may_answer_with_two_certificates_of_the_largest_run(peers
     assert len(one.got) == 1
     sent = shortened(Certificates(certificates=MANY.certificates * 60))
     assert len(sent.certificates) == 2, "a chain travels in parts that a newcomer reads"
+    skipping = sent.certificates[0].model_copy(update={"skipped": "0" * DIGEST_LETTERS * MAX_SKIPPED})
+    both = Envelope(certificates=Certificates(certificates=(skipping,) * 2))
+    assert len(both.encode()) <= certificates_bytes(len(skipping.body.slots)), "of a long run, too"
     short = MANY.certificates[0].body.model_copy(update={"slots": ()})
     many = (MANY.certificates[0].model_copy(update={"body": short}),) * 60
     assert len(shortened(Certificates(certificates=many)).certificates) == 60
