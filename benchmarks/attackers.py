@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from string import ascii_uppercase
@@ -51,6 +51,26 @@ EXCLUDABLE = ("sign_flip", "scale", "nan", "noise", "moments", "lying_reducer")
 """Those that bring what no honest peer would; the rest does no more harm than one that is absent."""
 MAX_WORSE, MAX_ROUNDS, MAX_REJECTED, MAX_CLEAN, MAX_SECONDS = 2.0, 2, 1.0, 0.2, 3.0
 """Per cent, rounds, and the rest per cent."""
+SMALL: Mapping[str, tuple[int, int, Sequence[str]]] = {
+    "2 friends": (2, 2, ()),
+    "3 friends": (3, 3, ()),
+    "5 friends": (5, 5, ()),
+    "2 friends and a flipped delta": (3, 2, ("sign_flip", "inflate")),
+    "3 friends and a flipped delta": (4, 3, ("sign_flip", "inflate")),
+    "2 friends and a tiny delta": (3, 2, ("scale", "inflate")),
+    "3 friends and a tiny delta": (4, 3, ("scale", "inflate")),
+    "2 friends and a liar that reduces": (3, 2, ("lying_reducer",)),
+    "a founder and 2 strangers": (3, 1, ()),
+    "a founder and 4 strangers": (5, 1, ()),
+}
+"""Peers of a small run, those of them that vote, and what the last of them does."""
+SMALL_ROWS = (
+    *((what, what.partition(" and")[0], MAX_WORSE) for what, (_, _, attacks) in SMALL.items() if attacks),
+    ("a founder and 2 strangers", "3 friends", None),
+    ("a founder and 4 strangers", "5 friends", 3.0),
+)
+"""Runs, those that they are compared with at as many tokens of each honest peer, and by how many per cent at most."""
+LIES = {"inflate": 1e6, "scale": 1e-6}
 ROUND_SECONDS = 8.1
 """A round of 20 MiB `shared` over 100 Mbit/s (benchmarks/network.py), which the guards' time is held against."""
 SHARED_NUMEL, PEERS = 5 * 2**20, 8
@@ -80,7 +100,7 @@ def main(config: AttackersBenchmarkConfig) -> int:
     """Make the runs that are missing, and print the rows; return 1 if a goal was missed."""
     document = json.loads(config.results.read_text()) if config.results.exists() else {"runs": {}}
     for seed in SEEDS:
-        for kind in (UNDISTURBED, *kinds(), UNGUARDED, SOLE_UNDISTURBED, SOLE, SOLE_UNGATED):
+        for kind in (UNDISTURBED, *kinds(), UNGUARDED, SOLE_UNDISTURBED, SOLE, SOLE_UNGATED, *SMALL):
             if f"{kind} {seed}" not in document["runs"]:
                 document["runs"][f"{kind} {seed}"] = run = measure(kind, seed)
                 config.results.write_text(json.dumps(document, indent=1) + "\n")
@@ -99,6 +119,8 @@ def kinds() -> tuple[str, ...]:
 
 def scenario(kind: str, seed: int) -> Scenario:
     """Return a run of eight peers with one attacker, or without one."""
+    if kind in SMALL:
+        return small_scenario(*SMALL[kind], seed)
     attack = {"peer": ATTACKER, "kind": kind, "from_round": FIRST, "factor": FACTOR}
     if is_sole := kind in (SOLE_UNDISTURBED, SOLE, SOLE_UNGATED):
         attack |= {"kind": "scale", "groups": "slots", "factor": SOLE_FACTOR}
@@ -107,6 +129,17 @@ def scenario(kind: str, seed: int) -> Scenario:
         {
             **{"run": RUN, "peers": PEERS, "max_slots": 1 if is_sole else 2, "seed": seed, "threads": 1},
             **{"evaluate_rounds": 100, "held_out_tokens": 8192, "attacks": [attack] if is_attacked else []},
+        }
+    )
+
+
+def small_scenario(peers: int, voters: int, attacks: Sequence[str], seed: int) -> Scenario:
+    """Return a run of a few peers, all of which train all slots."""
+    lies = [{"peer": peers - 1, "kind": kind, "factor": LIES.get(kind, 1.0)} for kind in attacks]
+    return Scenario.model_validate(
+        {
+            **{"run": RUN, "peers": peers, "voters": voters, "attacks": lies, "seed": seed, "threads": 1},
+            **{"evaluate_rounds": 100, "held_out_tokens": 8192},
         }
     )
 
@@ -126,12 +159,13 @@ def measure(kind: str, seed: int) -> dict[str, Any]:
             result = simulate(run)
         except SimulationError as error:
             return {**{"loss": None, "left_out_from": None, "rejected": 0, "contributions": 0}, "ended": str(error)}
-    honest = [peer for peer in range(PEERS) if not run.attacks or peer != ATTACKER]
+    attackers = {attack.peer for attack in run.attacks}
+    honest = [peer for peer in range(run.peers) if peer not in attackers]
     rejected = {(round, peer) for round, peers in result.accused.items() for peer in peers if peer in honest}
     rejected |= {(round, peer) for round, peers in result.left_out.items() for peer in peers if peer in honest}
     return {
         "loss": result.evaluations[-1].loss,
-        "left_out_from": min((round for round, peers in result.left_out.items() if ATTACKER in peers), default=None),
+        "left_out_from": min((round for round, peers in result.left_out.items() if attackers & {*peers}), default=None),
         "rejected": len(rejected),
         "contributions": len(honest) * len(result.left_out),
         "wall_seconds": result.wall_seconds,
@@ -143,6 +177,7 @@ def attacker_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     for kind in kinds():
         yield from _attack_rows(kind, document["runs"])
     yield from _sole_rows(document["runs"])
+    yield from _small_rows(document["runs"])
     yield from _honest_rows(document)
 
 
@@ -163,6 +198,7 @@ def summary_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     rest = ", ".join(kind for kind in worse if kind not in EXCLUDABLE)
     yield Row("- attacks that pass for work, or for absence, and are found late or never", rest)
     yield from _sole_rows(runs)
+    yield from _small_rows(runs)
     yield from _honest_rows(document)
 
 
@@ -219,6 +255,16 @@ def _sole_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
     ungated = [seed for seed in seeds if f"{SOLE_UNGATED} {seed}" in runs]
     if ungated:
         yield Row("- without the loss gate", _figure(_worse(SOLE_UNGATED, SOLE_UNDISTURBED, ungated, runs)))
+
+
+def _small_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield what those that may not vote do to small runs."""
+    for kind, other, most in SMALL_ROWS:
+        seeds = [seed for seed in SEEDS if f"{kind} {seed}" in runs]
+        if seeds:
+            worse = _worse(kind, other, seeds, runs)
+            what = f"{kind}: held-out loss against {other}, equal tokens, {len(seeds)} seeds"
+            yield Row(what, _figure(worse), *(() if most is None else (f"+{most:g} %", worse.mean <= most)))
 
 
 def _rounds(run: Mapping[str, Any]) -> int | None:

@@ -349,8 +349,7 @@ class Node:
         return Part(member, self.average, self.expected, last.ends_at)
 
     def expected(self) -> Collection[str]:
-        known = self.agreement.chain.last.known if self.last.round else self.world.nodes
-        return [peer for peer in known if not self.is_gone(peer)]
+        return [peer for peer in self.world.nodes if not self.is_gone(peer)]
 
     async def average(self, roster: Roster, attempt: int) -> Outcome:
         """Average if all reducers serve this peer, and no member drops in and out; strangers reduce nothing."""

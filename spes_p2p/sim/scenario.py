@@ -87,6 +87,8 @@ class Scenario(Frozen):
     """Checkpoint that the run starts from, with its tokenizer; by default weights are drawn."""
     peers: PositiveInt = 4
     """Virtual peers, including those that join later."""
+    voters: PositiveInt | None = None
+    """So many of the first peers are invited to vote, and the others are strangers; by default all are."""
     max_slots: PositiveInt | list[PositiveInt] = 8
     """Slots that a peer can train: one number for all peers, or one for each; of no effect in a run without slots."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -173,7 +173,7 @@ class _Simulation:
         self._network.delay = lambda sender, receiver: DELAY_SECONDS
         self._loop = self._network.loop
         run_id, founder = scenario.run_id, self._peer_id(scenario.founders[0])
-        seats = [self._peer_id(peer) for peer in range(scenario.peers)][:MAX_SEATS]
+        seats = [self._peer_id(peer) for peer in range(scenario.voters or scenario.peers)][:MAX_SEATS]
         self._genesis = genesis(run_id, founder, digest(run_id.encode()), self._run.num_slots, seats)
         self._changed = asyncio.Event()
         """Set when peers that wait to join must look again."""

@@ -326,7 +326,10 @@ class HivemindSwarm:
             averaged = await averaging.average(roster, attempt, self._encoded)
             lost.update({averaged.lost} - {""})
             outcome = await asyncio.to_thread(self._take, roster, averaged, contribution, met_at - began, stage)
-            return Outcome(*outcome, averaged.lost) if outcome is not None else Outcome(None)
+            if outcome is None:
+                return Outcome(None)
+            is_refused = SHARED in averaged.means and not outcome[0]
+            return Outcome(*outcome, roster.suspect if is_refused else averaged.lost)  # guard: refused-guest
 
         part = Part(member, average, lambda: {*expected} - lost, closes_from)
         return self.consensus.settle(part, on_wait=lambda: self._membership.is_stopped)

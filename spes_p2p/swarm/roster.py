@@ -211,22 +211,36 @@ class Roster(tuple[Member, ...]):
         return out if 2 * len(out) < len(self) else frozenset()  # guard: half-left-out
 
     @cached_property
+    def guests(self) -> frozenset[str]:
+        """Ids of the members that may not vote: they have no seat, nor an invite to one."""
+        seats = dict(self.last.seats) if self.last is not None else {}
+        for peer in sorted(self.invites.keys() - seats.keys()):  # it has no seat yet
+            if self.invites[peer].has_place(seats):  # guard: invited-weight
+                seats[peer] = self.invites[peer].id
+        return frozenset(member.peer_id for member in self) - seats.keys()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether fewer than five members have trained, so that none of them can be outvoted."""
+        return sum(member.tokens > 0 for member in self) < MIN_VOTERS
+
+    @property
+    def suspect(self) -> str:
+        """The guest that claims most tokens: the one to go on without if a mean does harm; empty without guests."""
+        return max(self.guests, key={m.peer_id: (m.tokens, m.peer_id) for m in self}.__getitem__, default="")
+
+    @cached_property
     def weights(self) -> Mapping[str, float]:
         """Tokens with which each member's deltas count: those of peers that may not vote are bounded by the voters'.
 
         Where fewer than five members have trained, each counts at most the lower median of the voters' tokens, and if a
         voter has trained, all together at most as much as the voters; elsewhere each four times that median.
         """
-        seats = dict(self.last.seats) if self.last is not None else {}
-        for peer in sorted(self.invites.keys() - seats.keys()):  # it has no seat yet
-            if self.invites[peer].has_place(seats):  # guard: invited-weight
-                seats[peer] = self.invites[peer].id
         tokens = {member.peer_id: float(member.tokens) for member in self}
-        of_voters = sum(count for peer, count in tokens.items() if peer in seats)
-        is_small = sum(count > 0 for count in tokens.values()) < MIN_VOTERS
-        most = self.usual_tokens if is_small else MAX_TIMES_MEDIAN * self.usual_tokens
-        others = {p: min(count, most) for p, count in tokens.items() if p not in seats}  # guard: bounded-guests
-        if is_small and of_voters and sum(others.values()) > of_voters:  # guard: voters-half
+        of_voters = sum(count for peer, count in tokens.items() if peer not in self.guests)
+        most = self.usual_tokens if self.is_small else MAX_TIMES_MEDIAN * self.usual_tokens
+        others = {peer: min(tokens[peer], most) for peer in self.guests}  # guard: bounded-guests
+        if self.is_small and of_voters and sum(others.values()) > of_voters:  # guard: voters-half
             share = of_voters / sum(others.values())
             others = {peer: share * count for peer, count in others.items()}
         return tokens | others
@@ -268,14 +282,15 @@ class Roster(tuple[Member, ...]):
         """Return the uplinks that count for the reduced shares of a group of these members.
 
         A member that some other cannot reach reduces nothing. Nor do replicas, and members that no certificate knows,
-        so that they cannot stop a round; unless only they could.
+        so that they cannot stop a round, and in a small roster those that may not vote, whose means nobody can check;
+        unless only they could.
 
         Args:
             peers: The group's members, its replicas among them.
             replicas: Its replicas.
         """
         able = [self._rates[peer] if self.is_reached(peer, peers) else 0.0 for peer in peers]
-        for spared in (replicas, self._strangers):
+        for spared in (replicas, {*self._strangers, *(self.guests if self.is_small else ())}):  # guard: guests-reduce
             links = [
                 0.0 if peer in spared else link  # guard: strangers-reduce
                 for peer, link in zip(peers, able, strict=True)

@@ -22,7 +22,7 @@ from spes_p2p.data.packing import TokenSource
 from spes_p2p.data.shared import MAX_PROBE_PARTS, PROBE_TOKENS, probe_sequences
 from spes_p2p.errors import ExchangeError
 from spes_p2p.model.loss import num_targets
-from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -34,6 +34,8 @@ MAX_WORSE = 0.1
 """Nats per token by which a round may make the model worse."""
 MAX_CHANCE = 0.2
 """Largest number of nats added to that for chance: what a round of this peer's own training has just added."""
+MAX_SHARED_WORSE = 0.3
+"""Nats per token by which a mean of `shared` may make the model worse before a voter confirms it."""
 SLOT_SHARE = 0.5
 """Share of both that one slot may cause, summed over the rounds in which the model is that much worse."""
 MEMORY_ROUNDS = 8
@@ -117,6 +119,23 @@ class LossGate:
             self._harms.clear()
         if math.isfinite(loss):
             self._losses.append(loss)
+
+    def harmful(self, vectors: Mapping[VectorName, Tensor]) -> set[VectorName]:
+        """Return those of some new vectors that make this peer's model worse, which stays as it is."""
+        found = set[VectorName]()
+        for name, flat in vectors.items():
+            is_trained = name in self._trainer.names
+            own = self._trainer.vector(name) if is_trained else self._sync.held.load(name)
+            before = self._measure_with(name, self._sync.anchors.weights(name) if is_trained else own)
+            worse = self._measure_with(name, flat) - min([before, *self._losses])
+            self._trainer.load({name: own})
+            if not worse <= (MAX_SHARED_WORSE if name == SHARED else MAX_WORSE):  # guard: harmful-mean
+                found.add(name)
+        return found
+
+    def _measure_with(self, name: VectorName, vector: Tensor) -> float:
+        self._trainer.load({name: vector})
+        return self._measure()
 
     def _without_longer(self, lengths: Mapping[VectorName, float]) -> list[VectorName]:
         """Restore the slots that are much longer than the shortest version remembered; return the others."""

@@ -93,7 +93,8 @@ class TrainingLoop:
         if trained is None:
             return
         sync, held, began, before = self._sync, self._sync.held, self._now(), self._sync.round
-        result, staged, body = sync.settle(trained, began, self._round_ends)  # meet, average, agree: by attempts
+        judge = self._gate.harmful if self._gate is not None else None
+        result, staged, body = sync.settle(trained, began, self._round_ends, judge)  # meet, average, agree: by attempts
         settled_at = held.clock()
         moments = {name: vector for name, vector in staged.items() if name.is_moments}
         sync.commit(body, result, staged)  # the versions are published, and are the new anchors

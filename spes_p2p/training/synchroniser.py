@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Progress
-from spes_p2p.swarm.roster import Member
+from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.dealer import batches_to_ask
 from spes_p2p.training.holdings import certified
@@ -28,6 +28,7 @@ from spes_p2p.training.slots import HeldSlots, active_of
 
 log = logging.getLogger(__name__)
 
+Judge = Callable[[Mapping[VectorName, Tensor]], Collection[VectorName]]
 POLL_SECONDS = 0.5
 PUNCTUAL = 0.5
 """Share of `matchmaking_seconds` after the round's end within which a step may still end or start."""
@@ -101,13 +102,14 @@ class Synchroniser:
                     return
 
     def settle(
-        self, trained: Trained, began: float, closes_from: float
+        self, trained: Trained, began: float, closes_from: float, judge: Judge | None = None
     ) -> tuple[RoundResult, dict[VectorName, Tensor], Body | None]:
         """Average, and agree on the result, attempt by attempt, until the round is decided; give it up after some.
 
         Args:
             began: DHT time at which its training ended.
             closes_from: DHT time from which the roster may be closed without the rest.
+            judge: Returns which of some vectors make this peer's model worse; None accepts all.
 
         Returns:
             The result that was decided on, or the last one; what the certificate names of what follows from it: new
@@ -129,7 +131,11 @@ class Synchroniser:
             digests = {name: digest(vector) for name, vector in staged.items() if not name.is_moments}
             tried.append((result, staged, digests))
             del tried[:-2]  # vectors as large as the model's; the body of the attempt before may be proposed again
-            return digests, self.next_end(result, self.round + 2)
+            harmful = self._harmful(result.roster, staged, judge)
+            if harmful:
+                log.warning("round %d: not confirming what makes this model worse: %s", self.round + 1, sorted(harmful))
+            confirmed = {} if SHARED in harmful else {n: d for n, d in digests.items() if n.weights not in harmful}
+            return confirmed, self.next_end(result, self.round + 2)
 
         body: Body | None = None
         if not self.is_behind:  # another peer's fault drops groups; it raises nothing
@@ -146,6 +152,16 @@ class Synchroniser:
             for reason, names in by_reason({**reasons, **result.dropped}).items():
                 log.warning("round %d: dropped %s: %s", self.round + 1, names, reason)
         return result, {name: vector for name, vector in staged.items() if name.weights not in false}, body
+
+    def _harmful(self, roster: Roster, staged: Mapping[VectorName, Tensor], judge: Judge | None) -> Collection[str]:
+        """Return what makes this voter's model worse: `shared` of a small roster with guests, slots only they hold."""
+        is_voter = self.swarm.peer_id in self.swarm.last().voters
+        if judge is None or not is_voter or not roster.guests:  # guard: guests-judged
+            return ()
+        judged = [SHARED] if SHARED in staged and roster.is_small else []
+        judged += [n for n in staged if n.slot is not None and n.is_weights and {*roster.groups[n]} <= roster.guests]
+        forms = {name: self.held.form(name) for name in judged}
+        return judge({n: staged[f] if f.is_kept else self.anchors.weights_of(n, staged[f]) for n, f in forms.items()})
 
     @property
     def is_behind(self) -> bool:

@@ -150,6 +150,28 @@ def length_clipped_weights(
     return [weight * pull for weight, pull in zip(weights, pull_n.tolist(), strict=True)]
 
 
+def vouched_weights(
+    gram_nn: Tensor, weights: Sequence[float], tokens: Sequence[float], guests: Sequence[bool]
+) -> list[float]:
+    """Return weights that leave out guests whose vectors point away from the voters', or are far too short.
+
+    For groups without a majority, where the voters are all that one knows. The others get the weight of those left out.
+
+    Args:
+        weights: Aggregation weights of the members, positive.
+        tokens: Tokens that the vectors have grown with; equal for vectors that do not grow, as moments.
+        guests: Whether each member may not vote.
+    """
+    weight_n, is_guest_n = torch.tensor(weights, dtype=torch.float64), torch.tensor(guests)
+    speed_n = gram_nn.diagonal().sqrt() / torch.tensor(tokens, dtype=torch.float64)
+    if is_guest_n.all() or not is_guest_n.any():
+        return list(weights)
+    is_opposed_n = gram_nn @ (weight_n * ~is_guest_n) < 0
+    is_short_n = OWN_CLIP * speed_n < speed_n[~is_guest_n].min()
+    kept_n = weight_n * ~(is_guest_n & (is_opposed_n | is_short_n))  # guard: opposed-guest
+    return (kept_n * (weight_n.sum() / kept_n.sum())).tolist()
+
+
 class Evidence(NamedTuple):
     """Reason to distrust a member.
 
@@ -228,6 +250,8 @@ class Auditor:
             grown = tokens if part.segment == 0 else [1.0] * len(here)
             return centered_clip_weights(gram_nn, weights, grown, CLIP**power)
         own = [number for number, place in enumerate(here) if plan.senders[place] == self._me]
+        guests = [plan.peers[plan.senders[place]] in plan.guests for place in here]
+        weights = vouched_weights(gram_nn, weights, weights if part.segment == 0 else [1.0] * len(here), guests)
         if not own:
             return weights
         return length_clipped_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, plan.usual_tokens)

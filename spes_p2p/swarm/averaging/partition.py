@@ -207,6 +207,7 @@ class GroupPlan:
         delta_numel: Elements of the vector's delta, which has a residual; 0 if the format is exact.
         usual_tokens: Tokens that members of the roster usually train; 0 if unknown.
         replicas: Members without weight, which get the means after the others.
+        guests: Members that may not vote.
     """
 
     peers: tuple[str, ...]
@@ -217,6 +218,7 @@ class GroupPlan:
     delta_numel: int
     usual_tokens: float
     replicas: frozenset[str]
+    guests: frozenset[str] = frozenset()
 
     @classmethod
     def in_roster(
@@ -242,6 +244,7 @@ class GroupPlan:
             delta_numel=0 if format.is_exact else format.segments[0].numel,
             usual_tokens=roster.usual_tokens,
             replicas=frozenset(replicas),
+            guests=roster.guests,
         )
 
     @property

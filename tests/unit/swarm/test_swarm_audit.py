@@ -12,6 +12,7 @@ from spes_p2p.swarm.averaging.audit import (
     gram,
     length_clipped_weights,
     max_length_ratios,
+    vouched_weights,
 )
 from spes_p2p.swarm.averaging.partition import MIN_SENDERS, capped_tokens, weighted_mean
 from spes_p2p.swarm.roster import MAX_TIMES_MEDIAN
@@ -131,3 +132,16 @@ def test_nobody_weighs_more_than_a_few_times_the_median_where_there_are_judges(t
         middle = (trained[(len(trained) - 1) // 2] + trained[len(trained) // 2]) / 2
         assert max(fair) <= MAX_TIMES_MEDIAN * middle
         assert [w for w, t in zip(fair, tokens, strict=True) if t <= middle] == [t for t in tokens if t <= middle]
+
+
+def test_a_guest_counts_in_a_small_group_only_if_it_goes_the_voters_way(seed):
+    parts, weights = draw_honest(3, seed), [1.0, 1.0, 1.0]
+
+    def kept(guest, *, is_guest=(False, False, True), weights=weights):
+        return vouched_weights(gram([*parts[:2], guest]), weights, weights, is_guest)
+
+    assert kept(parts[2]) == weights
+    assert kept(parts[2] / 20, weights=[1.0, 1.0, 0.05]) == [1.0, 1.0, 0.05], "it has trained less"
+    for spoilt in (-parts[2], parts[2] * 1e-6, parts[2] * 0):
+        assert kept(spoilt) == [1.5, 1.5, 0.0]
+        assert kept(spoilt, is_guest=[False] * 3) == kept(spoilt, is_guest=[True] * 3) == weights, "none is judge"

@@ -83,10 +83,17 @@ def test_before_the_first_certificate_no_member_is_left_out_as_unknown():
 
 
 def test_members_that_no_certificate_knows_reduce_nothing_unless_only_they_could():
+    last = last_body(PEERS[:2], members=members(*PEERS[3:6]))
+    roster = roster_of(*(member(i, uplink_mbit=10.0) for i in range(6)), last=last)
+    assert roster.reducing(PEERS[:4]) == [10.0, 10.0, 0.0, 10.0]
+    assert roster.reducing([PEERS[2]]) == [10.0]
+
+
+def test_in_a_small_roster_those_that_may_not_vote_reduce_only_what_nobody_else_can():
     last = last_body(PEERS[:2], members=members(PEERS[2]))
     roster = roster_of(*(member(i, uplink_mbit=10.0) for i in range(4)), last=last)
-    assert roster.reducing(PEERS[:4]) == [10.0, 10.0, 10.0, 0.0]
-    assert roster.reducing([PEERS[3]]) == [10.0]
+    assert roster.reducing(PEERS[:4]) == [10.0, 10.0, 0.0, 0.0]
+    assert roster.reducing(PEERS[2:4]) == [10.0, 10.0]
     hidden = [member(i, uplink_mbit=10.0, calls_only=i < 2) for i in (0, 1, 3)]
     assert roster_of(*hidden, last=last).reducing([PEERS[0], PEERS[1], PEERS[3]]) == [0.0, 0.0, 10.0]
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from virtual import VOCAB, RandomTokens, VirtualPeer, World, make_peer, run_peers, tiny_run
+from virtual import VOCAB, RandomTokens, VirtualPeer, World, make_peer, peer_id, run_peers, tiny_run
 
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import AdapterConfig, ModelConfig, RoundConfig, RunConfig
 from spes_p2p.data.shared import PROBE_TOKENS
 from spes_p2p.data.windows import CONTEXT
@@ -16,6 +17,7 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.planner.size import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm, Spoiler
 from spes_p2p.sim.peer import Leaves
+from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import loss_gate as gate_module
 from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, LossGate, public_text
@@ -372,3 +374,26 @@ def test_measuring_leaves_no_trace():
     loss_of(peer)
     assert sum(peer.trainer.routed_tokens().values()) == sum(routed.values())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+# ---------------------------------------------------------------------- before it is confirmed
+
+
+def test_what_makes_the_model_worse_is_named_and_the_model_stays_as_it_is():
+    gate, peer, _ = opened()
+    shared, loss, slot = peer.trainer.vector(SHARED), loss_of(peer), VectorName.of_slot(1)
+    peer.sync.anchors.set(SHARED, peer.swarm.mapped(SHARED))
+    other = peer.sync.held.load(slot)
+    assert gate.harmful({SHARED: shared, slot: other}) == set()
+    assert gate.harmful({SHARED: -shared, slot: other * 1e3}) == {SHARED, slot}
+    assert torch.equal(peer.trainer.vector(SHARED), shared) and loss_of(peer) == loss
+
+
+def test_without_a_guest_whose_part_no_voter_confirms_the_round_is_made_again(monkeypatch):
+    monkeypatch.setattr(gate_module, "MAX_SHARED_WORSE", -10.0)
+    run, world = run_of(), World(PEERS, genesis("run", peer_id(0), digest(b"run"), PEERS, [peer_id(0)]))
+    run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 2, "total": 4})})
+    founder, guest = (VirtualPeer(run, world, world.swarm(at), index=at, max_slots=PEERS) for at in range(2))
+    run_peers([founder, guest])
+    assert [report.num_members for report in founder.reports] == [1] * 4
+    assert guest.swarm.last().round == 4, "it follows"
