@@ -396,4 +396,6 @@ def test_without_a_guest_whose_part_no_voter_confirms_the_round_is_made_again(mo
     founder, guest = (VirtualPeer(run, world, world.swarm(at), index=at, max_slots=PEERS) for at in range(2))
     run_peers([founder, guest])
     assert [report.num_members for report in founder.reports] == [1] * 4
+    chain = founder.swarm.consensus._agreement.chain
+    assert [certificate.attempt for certificate in chain.certificates] == [1, 0, 0, 0], "it sits out some rounds"
     assert guest.swarm.last().round == 4, "it follows"
