@@ -44,6 +44,8 @@ class BenchmarkConfig(CommandConfig):
     """A trial of the command in a few minutes: three small rounds; its results stay in `output`."""
     experiment: Path | None = None
     """A finished experiment's directory to measure, instead of running one."""
+    pace: bool = False
+    """Only print the time not training and the throughput, of stock training's: no baselines, no results on record."""
     log_level: str = "warning"
     """Least severe event to log."""
 
@@ -96,6 +98,10 @@ def main(config: BenchmarkConfig) -> int:
     swarm = read_swarm(directory)
     say(f"stock training after the swarm, {swarm.subject.peers} processes for {seconds:.0f} s")
     stock["after"] = measure_stock(swarm.subject, work / "stock-after", seconds)
+    if config.pace:
+        pace = swarm.account.tokens_per_second / median(each.total for each in stock.values())
+        say(f"{directory}: wall time not training {swarm.account.not_training:.1%}, {pace:.3f} of stock throughput")
+        return 0
     circumstances = Circumstances.now(load_before, command)
     measured = _measure(swarm, stock, work / "baselines")
     _publish(measured, circumstances, swarm, config.output.resolve() / "results" if config.short else RESULTS)

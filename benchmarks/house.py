@@ -15,6 +15,12 @@ from spes_p2p.presentation import say
 
 PACKAGE = "spes_p2p"
 CORE = ("swarm", "training", "peer", "sim")
+DECIDING = (
+    *("swarm/agreement.py", "swarm/attempts.py", "swarm/certificate.py", "swarm/chain.py", "swarm/consensus.py"),
+    *("swarm/following.py", "swarm/next_body.py", "swarm/part.py", "swarm/promises.py", "swarm/proposal.py"),
+    *("swarm/statements.py", "swarm/voter.py"),
+)
+"""What decides a round: meeting, agreement, certificates."""
 OTHERS = ("config", "cli.py", "config_file.py", "fs.py", "presentation.py", "errors.py")
 ROOMS = (
     *((name, (name,), budget) for name, budget in zip(CORE, (8_000, 2_700, 1_750, 1_550), strict=True)),
@@ -54,12 +60,17 @@ def rows() -> Iterator[Row]:
     counts += [
         (f"lines: {name}", num_lines(ROOT / name), most) for name, most in (("benchmarks", 5_000), ("tests", 36_000))
     ]
+    fixes = (ROOT / PACKAGE / "swarm" / "hivemind_fixes" / "README.md").read_text()
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
     counts += [
         ("words: docs, README and CHANGELOG", sum(len(page.read_text().split()) for page in pages), 30_000),
         ("calls of `from_leader`", num_matches(r"\.from_leader\("), 0),
         ("tests of `sync` for None", num_matches(r"sync is (?:not )?None"), 0),
         ("functions that pull versions", num_matches(r"_swarm\.pull\("), 1),
+        ("lines: decision, meeting and agreement", num_lines(ROOT / PACKAGE, DECIDING), 1_000),
+        ("rows of hivemind_fixes/README.md", len(re.findall(r"(?m)^\| (?!hivemind's)", fixes)), 22),
+        ("constants `*_SECONDS` and `MAX_*` in the core", num_matches(r"(?m)^(?:\w*_SECONDS|_?MAX_\w+)\b.*="), 95),
+        ("lines: docs/certificate.md", len((ROOT / "docs" / "certificate.md").read_text().splitlines()), 90),
     ]
     for figure, count, most in counts:
         yield Row(figure, f"{count:,}", f"{most:,}", count <= most)

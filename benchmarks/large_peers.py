@@ -50,7 +50,7 @@ class Peer:
 
     def look(self) -> None:
         """Measure it, and read how far it is."""
-        taken = sum(map(_proportional_bytes, _family(self.process.pid)))
+        taken = sum(map(proportional_bytes, family(self.process.pid)))
         seconds = time.monotonic() - self.began
         if taken > self.peak_bytes:
             self.peak_bytes = taken
@@ -60,21 +60,30 @@ class Peer:
             self.first_round_seconds = seconds
 
     def processor_seconds(self) -> float:
-        """Return the processor time of all its processes so far, of those that have ended too."""
-        times = [process.cpu_times() for process in _family(self.process.pid)]
-        return sum(each.user + each.system + each.children_user + each.children_system for each in times)
+        """Return the processor time of all its processes so far."""
+        return processor_seconds(self.process.pid)
 
     def end(self) -> None:
         """End it with all its processes, if it has not ended by itself."""
-        family = _family(self.process.pid)
-        for process in family:
+        processes = family(self.process.pid)
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(family, timeout=10)
+        psutil.wait_procs(processes, timeout=10)
         self.process.wait()
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def processor_seconds(pid: int) -> float:
+    """Return the processor time so far of a process and all below it, of those that have ended too."""
+    seconds = 0.0
+    for process in family(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, and counts as its parent's
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all below it; nothing if it has ended."""
     try:
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -82,7 +91,8 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _proportional_bytes(process: psutil.Process) -> int:
+def proportional_bytes(process: psutil.Process) -> int:
+    """Return a process's proportional set size; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has just ended
