@@ -349,7 +349,9 @@ class Node:
         return Part(member, self.average, self.expected, last.ends_at)
 
     def expected(self) -> Collection[str]:
-        return [peer for peer in self.world.nodes if not self.is_gone(peer)]
+        known, least = self.last.known if self.last.round else self.world.nodes, self.world.now - LEASE_SECONDS / 3
+        here = [peer for peer in self.world.nodes if not self.is_gone(peer)]
+        return [peer for peer in here if peer in known or self.heard.get(peer, 0.0) > least]
 
     async def average(self, roster: Roster, attempt: int) -> Outcome:
         """Average if all reducers serve this peer, and no member drops in and out; strangers reduce nothing."""

@@ -29,6 +29,8 @@ class TextEncoder:
 
     def __init__(self, backend: Tokenizer, special: Mapping[str, str], template: str = "") -> None:
         self.backend = backend
+        backend.no_padding()
+        backend.no_truncation()  # an earlier call may have set it, or the tokenizer's file
         probe = backend.encode("The peer's 2 slots")
         own = [at for at, is_added in enumerate(probe.special_tokens_mask) if not is_added] or [len(probe.ids)]
         self.begin: list[int] = probe.ids[: own[0]]

@@ -239,7 +239,7 @@ class Roster(tuple[Member, ...]):
         tokens = {member.peer_id: float(member.tokens) for member in self}
         of_voters = sum(count for peer, count in tokens.items() if peer not in self.guests)
         most = self.usual_tokens if self.is_small else MAX_TIMES_MEDIAN * self.usual_tokens
-        others = {peer: min(tokens[peer], most) for peer in self.guests}  # guard: bounded-guests
+        others = {p: min(count, most) for p, count in tokens.items() if p in self.guests}  # guard: bounded-guests
         if self.is_small and of_voters and sum(others.values()) > of_voters:  # guard: voters-half
             share = of_voters / sum(others.values())
             others = {peer: share * count for peer, count in others.items()}

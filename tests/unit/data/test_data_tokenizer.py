@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import random
@@ -18,6 +19,7 @@ from spes_p2p.data.tokenizer import (
     END_OF_TEXT,
     load_tokenizer,
     resolve_tokenizer,
+    text_encoder,
     tokenizer_bytes,
     tokenizer_digest,
     train_bpe,
@@ -80,10 +82,11 @@ def test_payload_round_trip_keeps_tokenizer_and_bytes(tokenizer, tmp_path):
     assert tokenizer_bytes(load_tokenizer(tmp_path / "exported")) == payload
 
 
-def test_a_padded_call_does_not_change_the_payload(tokenizer):
-    payload = tokenizer_bytes(tokenizer)
-    tokenizer(["a", "the peer"], padding=True, truncation=True, max_length=4)
-    assert tokenizer_bytes(tokenizer) == payload
+def test_a_padded_call_changes_neither_the_payload_nor_what_text_becomes(tokenizer):
+    own, texts = copy.deepcopy(tokenizer), ["the peer holds a slot, and trains it", "a"]
+    own(texts, padding=True, truncation=True, max_length=4)
+    assert tokenizer_bytes(own) == tokenizer_bytes(tokenizer)
+    assert text_encoder(own).documents(texts) == text_encoder(tokenizer).documents(texts)
 
 
 def altered(tokenizer, **files) -> bytes:
