@@ -177,7 +177,7 @@ def attacker_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     for kind in kinds():
         yield from _attack_rows(kind, document["runs"])
     yield from _sole_rows(document["runs"])
-    yield from _small_rows(document["runs"])
+    yield from small_rows(document["runs"])
     yield from _honest_rows(document)
 
 
@@ -198,7 +198,7 @@ def summary_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     rest = ", ".join(kind for kind in worse if kind not in EXCLUDABLE)
     yield Row("- attacks that pass for work, or for absence, and are found late or never", rest)
     yield from _sole_rows(runs)
-    yield from _small_rows(runs)
+    yield from small_rows(runs)
     yield from _honest_rows(document)
 
 
@@ -257,7 +257,7 @@ def _sole_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
         yield Row("- without the loss gate", _figure(_worse(SOLE_UNGATED, SOLE_UNDISTURBED, ungated, runs)))
 
 
-def _small_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
+def small_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
     """Yield what those that may not vote do to small runs."""
     for kind, other, most in SMALL_ROWS:
         seeds = [seed for seed in SEEDS if f"{kind} {seed}" in runs]

@@ -245,7 +245,7 @@ def main() -> int:
     if args.write and args.liar:
         parser.error("--write keeps histories with all lies only")
     load, broken = load_average(), BROKEN[args.kind]
-    counts: dict[str, Any] = {"code": _code(), "first": args.first, "histories": 0}
+    counts: dict[str, Any] = {"code": code(), "first": args.first, "histories": 0}
     known = _on_record().get(args.kind, {}) if args.write else {}
     if known.get("code") == counts["code"]:
         counts = {key: value for key, value in known.items() if key != "circumstances"}
@@ -287,7 +287,7 @@ def _write(kind: str, counts: dict[str, Any], load: float) -> None:
         stream.write((json.dumps(document, indent=1) + "\n").encode())
 
 
-def _code() -> str:
+def code() -> str:
     """Return a digest of what decides in a history, and of what draws and judges it."""
     names = (
         "certificate",

@@ -2,25 +2,31 @@
 
     .venv/bin/python -m benchmarks.who_decides [--output benchmarks/results/who_decides]
 
-Each row runs its tests. `python -m benchmarks.histories` and `benchmarks/attackers.py` have the figures that no test
-holds.
+Rows of attacks run their tests. Voters that are away are simulated (`history_cuts`). Strangers in small runs and the
+10,000 histories are on record: `benchmarks/attackers.py` and `python -m benchmarks.histories --write` grow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic_settings import SettingsConfigDict
 
+from benchmarks import attackers, histories
 from benchmarks.cluster import ROOT
+from benchmarks.history_cuts import absence_rows, swarm, virtually
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.passing import passing
 from benchmarks.records import say_rows, write_rows
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
+from spes_p2p.swarm.certificate import Certificates
+from spes_p2p.swarm.wire import Envelope
 
 UNIT = "tests/unit/swarm/test_swarm"
 FIGURES: dict[tuple[str, str], tuple[str, ...]] = {
@@ -85,6 +91,7 @@ FIGURES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
 }
 """Tests by attack and what must come of it."""
+HISTORIES, LINK_ROUNDS, MAX_LINK_BYTES = 10_000, 5_000, 320_000
 
 
 class WhoDecidesConfig(CommandConfig):
@@ -108,6 +115,32 @@ def rows(seen: dict[str, Any]) -> Iterator[Row]:
     """Yield a row for each attack, as soon as its tests have run."""
     for (what, goal), tests in FIGURES.items():
         yield passing(what, goal, tests, seen)
+    yield from attackers.small_rows(json.loads((ROOT / attackers.RESULTS).read_text())["runs"])
+    yield from absence_rows()
+    yield from history_rows(json.loads(histories.RESULTS.read_text())["honest"])
+    num_bytes = virtually(link_bytes())
+    what = f"a link {LINK_ROUNDS:,} rounds old: bytes of the first answer to a newcomer"
+    yield Row(what, f"{num_bytes:,}", f"{MAX_LINK_BYTES:,}", num_bytes <= MAX_LINK_BYTES)
+
+
+async def link_bytes() -> int:
+    """Return the size of the answer that leads a newcomer past the link's round to the certificates that are kept."""
+    world = await swarm(2, 0)
+    node = next(iter(world.nodes.values()))
+    while node.last.round < LINK_ROUNDS:
+        await asyncio.sleep(60)
+    answer = Certificates(certificates=node.agreement.chain.after(0))
+    return len(Envelope(certificates=answer).pack())
+
+
+def history_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield what random histories with liars, revocations, generations and cuts have shown."""
+    count, is_newest = found["histories"], found["code"] == histories.code()
+    what = f"random histories{'' if is_newest else ', of earlier code'}"
+    yield Row(what, f"{count:,}", f"{HISTORIES:,}", is_newest and count >= HISTORIES)
+    what = "- final rounds moved; votes of unvouched peers; runs apart an hour after healing"
+    counts = [found[key] for key in ("moved", "unvouched", "apart")]
+    yield Row(what, "; ".join(map(str, counts)), "0; 0; 0", not any(counts))
 
 
 if __name__ == "__main__":
