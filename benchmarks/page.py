@@ -39,6 +39,7 @@ from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState
 from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
 from spes_p2p.presentation import say
+from spes_p2p.swarm.certificate import MemberEntry, genesis
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
 RESULTS, DOCUMENT, PICTURES = ROOT / "benchmarks/results/page.json", ROOT / "docs/benchmarks.md", ROOT / "docs/page"
@@ -95,7 +96,7 @@ def views(
     each = max(1, round(2.3 * num_slots / num_peers))
     slots = {index: set(draw.sample(range(num_slots), min(each, num_slots))) for index in range(num_peers)}
     view = SwarmView(num_slots, total, absence_seconds=120.0)
-    tokens = dict.fromkeys(slots, 0)
+    tokens, start = dict.fromkeys(slots, 0), genesis("demo", peer_id(0), "0" * 64, num_slots)
     for number in range(1, num_rounds + 1):
         now = began + ROUND_SECONDS * number
         for index in draw.sample(sorted(slots), min(3, num_peers)):
@@ -111,7 +112,7 @@ def views(
             tokens[index] += int(speed * 20)
             loss = 3.2 + 5.0 * math.exp(-number / 60) + draw.uniform(-0.06, 0.06)
             claims[me] = Claim(peer_id=me, state="active", slots=own, max_slots=128, since=1.0)
-            progress[me] = Progress(peer_id=me, round=number + 1, ends_at=now + 20.0)
+            progress[me] = Progress(peer_id=me, round=number, ends_at=now + 20.0)
             reports[me] = Metrics(
                 peer_id=me,
                 round=number,
@@ -133,7 +134,9 @@ def views(
                 bytes_in=41_000_000 * number,
                 bytes_out=43_000_000 * number,
             )
-        view = fold(view, Snapshot(now, claims, progress, reports))
+        members = tuple(MemberEntry(peer_id=peer, tokens=reports[peer].tokens) for peer in sorted(reports))
+        body = start.model_copy(update={"round": number, "ends_at": now + 20.0, "members": members})
+        view = fold(view, Snapshot(now, claims, progress, reports, {number: body}))
         text = "return the list of names that a module exports\n    for name in names:"
         sample = Sample("def names(module):\n    ", text[: 8 + number], '"""Names of a module."""')
         if number % 5 == 0:
@@ -152,8 +155,7 @@ def moved(view: SwarmView, number: int) -> SwarmView:
         peer: Claim(peer_id=peer, state="active", slots=tuple(sorted(own)), max_slots=128, since=1.0)
         for peer, own in slots.items()
     }
-    progress = {peer: Progress(peer_id=peer, round=known.round, ends_at=known.ends_at) for peer, known in here.items()}
-    return fold(view, Snapshot(view.now + 1.0, claims, progress, {}))
+    return fold(view, Snapshot(view.now + 1.0, claims))
 
 
 class Shown:

@@ -120,7 +120,7 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         for attempt in range(1, ATTEMPTS + 1):
             swarm.catch_up()
             try:
-                view = fold(view, look(swarm).of(swarm.known()))
+                view = fold(view, look(swarm))
                 pull_round(swarm, run, swarm.last(), sorted({*peers_of(view), *swarm.contacts()}))
                 return
             except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError

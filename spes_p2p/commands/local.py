@@ -439,9 +439,6 @@ class Experiment:
         code = self._monitor.process.wait()
         if code:
             say(self._monitor.tail())
-        else:
-            for child in running:  # they leave by themselves once the monitor has archived the model
-                child.wait(STOP_SECONDS)
         return code
 
 

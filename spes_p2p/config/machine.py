@@ -330,8 +330,8 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     threads: Threads | None = None
     """CPU threads per rank; by default PyTorch's choice."""
     seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest time to serve versions after the last round: by default 30, but a founder that resumes a finished run
-    ends at once. It ends when a monitor has archived them."""
+    """Time to serve versions after the last round: by default 30, but a founder that resumes a finished run ends at
+    once."""
     grace: PositiveFloat = 300.0
     """Longest time from SIGTERM to the end. A peer hands its slots over within so many seconds, also where a rank or a
     device hangs; a second SIGTERM ends it within 5."""

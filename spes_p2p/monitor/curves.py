@@ -216,7 +216,7 @@ class PrometheusText:
                 _family(
                     "tokens_trained_total",
                     "counter",
-                    "Tokens of all rounds that this page has seen.",
+                    "Tokens of all rounds that this page knows.",
                     [("", done.get("total_tokens", 0))],
                 ),
                 _family("loss", "gauge", "Training loss of the round, nats per token.", _one(done.get("loss"))),

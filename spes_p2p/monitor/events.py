@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.monitor.view import PeerView, Sample, SwarmView
+from spes_p2p.monitor.view import PeerView, RoundSummary, Sample, SwarmView
 from spes_p2p.swarm.records import Metrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -195,7 +195,7 @@ class _History:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._published = 0
+        self._rounds: dict[int, RoundSummary] = {}
         self._total_rounds: int | None = None
         self._members: dict[str, PeerView] = {}
         self._reports: dict[tuple[int, str], Metrics] = {}
@@ -214,7 +214,9 @@ class _History:
                     event["peer_id"], event["state"], tuple(event["slots"]), round=0, last_seen=event["time"]
                 )
             case "round":
-                self._published = max(self._published, event["round"])
+                stated: dict[str, Any] = {name: event[name] for name in RoundSummary.__dataclass_fields__}
+                stated |= {name: math.nan for name, value in stated.items() if value is None}
+                self._rounds[event["round"]] = RoundSummary(**stated)
             case "amendment":
                 self._total_rounds = int(event["total_rounds"])
             case "evaluation":
@@ -236,9 +238,10 @@ class _History:
             start,
             now=self._now,
             total_rounds=self._total_rounds or start.total_rounds,
-            published=self._published,
+            published=max(self._rounds, default=0),
             peers=peers,
             reports=self._reports,
+            rounds=dict(sorted(self._rounds.items())),
             held_out=dict(sorted(self._held_out.items())),
             held_out_sources=self._held_out_sources,
             samples=self._samples,

@@ -182,7 +182,7 @@ def _round_line(view: SwarmView, number: int) -> str:
     parts = [
         f"round {number}/{view.total_rounds}",
         f"{summary.num_peers} peers",
-        f"{summary.tokens_per_second:,.0f} tokens/s",
+        *_speed(summary),
         f"loss {number_or_dash(summary.loss)}",
         *_coverage(view),
         *_staleness(summary),
@@ -195,10 +195,10 @@ def render(run_id: str, view: SwarmView) -> Group:
     """Return the live display: a line about the swarm above the table of peers."""
     newest = view.newest
     head = [
-        f"{run_id}  round {view.round}/{view.total_rounds}",
+        f"{run_id}  round {view.published}/{view.total_rounds}",
         f"{len(view.active)} active",
         f"{view.tokens:,} tokens",
-        f"{newest.tokens_per_second:,.0f} tokens/s" if newest else "",
+        *(_speed(newest) if newest else ()),
         f"loss {number_or_dash(newest.loss)}" if newest else "",
         "held-out {1:.4f} (round {0})".format(*max(view.held_out.items())) if view.held_out else "held-out -",
         *_coverage(view),
@@ -227,6 +227,11 @@ def _cells(view: SwarmView, peer: PeerView) -> list[str]:
         numbers = [number_or_dash(report.loss), f"{report.tokens_per_second:,.0f}", f"{sync_share(report):.0%}"]
     seen = f"{max(0.0, view.now - peer.last_seen):.0f} s"
     return [short_id(peer.peer_id), peer.state, str(peer.round), *numbers, seen, slot_ranges(peer.slots)]
+
+
+def _speed(summary: RoundSummary) -> list[str]:
+    """Return the speed; nothing where no member's report has come."""
+    return [f"{summary.tokens_per_second:,.0f} tokens/s"] if summary.seconds else []
 
 
 def _staleness(summary: RoundSummary) -> list[str]:

@@ -1,21 +1,22 @@
-"""The swarm's state according to its records: a pure fold of snapshots into one immutable view.
+"""The swarm's state according to its certificates and records: a pure fold of snapshots into one immutable view.
 
-Records are signed, strict and bounded when they arrive here, but any peer may lie in its own. No single peer moves the
-swarm's round or outweighs the others: rounds follow the majority of active peers, weights are capped, and a report
-with an implausible number is dropped.
+Rounds, members and tokens are those of certificates. Records are signed, strict and bounded when they arrive here, but
+any peer may lie in its own: those of peers that no certificate knows do not count, of reports those of the voters do,
+and one with an implausible number is dropped.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.claims import coverage
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
@@ -29,43 +30,43 @@ MAX_TOKENS = 10**12
 MAX_TOKENS_PER_SECOND = 1e9
 MAX_ROUND_SECONDS = 1e6
 WEIGHT_CAP = 4
-"""A report's weight is at most this many times the round's median tokens."""
+"""A member's tokens count for at most this many times the median of the voters'."""
 KEPT_ROUNDS = 8
 """Newest rounds whose reports a view keeps while it is folded; of older rounds it keeps the summaries. Rounds further
 ahead are a liar's. A page is open for weeks in the process that trains, and a report takes 3 KB."""
+T = TypeVar("T")
 PHASES = ("train", "matchmaking", "averaging", "exchange", "other")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All unexpired records at DHT time `now`, by peer id."""
+    """The unexpired records that count at DHT time `now`, by peer id, and the bodies of the last rounds, by round."""
 
     now: float
     claims: Mapping[str, Claim] = field(default_factory=dict)
     progress: Mapping[str, Progress] = field(default_factory=dict)
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
-    voters: frozenset[str] = frozenset()
-
-    def of(self, peers: Collection[str] | None) -> Snapshot:
-        """Return the records of these peers, of all if None: those of others could be anything."""
-        if peers is None:
-            return self
-        claims, progress, metrics = (
-            {peer: record for peer, record in records.items() if peer in peers}  # guard: certified-figures
-            for records in (self.claims, self.progress, self.metrics)
-        )
-        return Snapshot(self.now, claims, progress, metrics, self.voters)  # type: ignore[arg-type]
+    bodies: Mapping[int, Body] = field(default_factory=dict)
 
 
 def look(swarm: HivemindSwarm) -> Snapshot:
-    """Return all peers' records; those of strangers are among them until `Snapshot.of` drops them.
+    """Return the certificates, and the records of this peer and of those that a certificate knows.
+
+    Before the first certificate all peers count.
 
     Raises:
         OSError: the DHT is too slow, or its process has ended: what was read before says nothing of now.
     """
-    claims, progress, metrics = (swarm.read_now(kind) for kind in (Claim, Progress, Metrics))
-    voters = frozenset(swarm.last().voters)
-    return Snapshot(swarm.now(), claims, progress, metrics, voters)  # type: ignore[arg-type]  # validated when read
+    known, me = swarm.known(), swarm.peer_id
+    claims, progress, metrics = (
+        {
+            peer: record
+            for peer, record in swarm.read_now(kind).items()
+            if known is None or peer in known or peer == me  # guard: certified-figures
+        }
+        for kind in (Claim, Progress, Metrics)
+    )
+    return Snapshot(swarm.now(), claims, progress, metrics, swarm.consensus.bodies())  # type: ignore[arg-type]
 
 
 class Sample(NamedTuple):
@@ -87,8 +88,7 @@ class PeerView:
     """One peer that has, or had, a claim.
 
     Attributes:
-        round: Round in training; 0 while unknown.
-        ends_at: DHT time at which that round's training ends; 0 while unknown.
+        round: The last round that it says it has committed; 0 while unknown.
         last_seen: DHT time at which the claim was last seen unexpired.
         report: The newest report.
     """
@@ -99,24 +99,24 @@ class PeerView:
     round: int
     last_seen: float
     report: Metrics | None = None
-    ends_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """Aggregate of one round's reports.
+    """What a round's certificate says, and what its members report.
 
     Attributes:
-        tokens: Sum of capped tokens, without those of peers that committed nothing.
-        cap: Most tokens of one report that count.
-        seconds: Median wall time.
-        tokens_per_second: Tokens over wall time, synchronisation included.
-        loss: Median training loss of the voters, of all if no voter has trained, nats per token; NaN without tokens.
-        agreement: Share of reports with the most common digest of the shared parameters.
+        num_peers: Members.
+        tokens: Sum of the members' capped tokens that the round's mean contains.
+        cap: Most tokens of one member that count.
+        seconds: Median wall time of the voters, as the figures below of all members if no voter has reported.
+        tokens_per_second: Tokens over wall time, synchronisation included; NaN without reports.
+        loss: Median training loss of those that have trained, nats per token; NaN without any.
         phases: Median seconds by phase.
-        sync_share: Median share of the wall time not spent training.
+        sync_share: Median share of the wall time not spent training; NaN without reports.
+        agreement: Share of all members' reports with the most common digest of the shared parameters, likewise.
         dropped: Groups that were dropped, summed over the members that dropped them.
-        stale_rounds: Greatest age, in rounds, of a slot in any peer's model.
+        stale_rounds: Greatest age, in rounds, of a slot in any member's model.
     """
 
     round: int
@@ -142,13 +142,14 @@ class SwarmView:
         total_rounds: Rounds in the run.
         absence_seconds: Time after which a claim that is no longer seen counts as gone; a single failed read does not.
         now: DHT time of the newest snapshot.
-        published: Newest round that a majority of the active peers finished.
+        published: Newest round with a certificate.
         peers: By peer id, including peers that left.
         reports: By (round, peer id), of the last rounds; a second report of the same round is ignored.
         held_out: Held-out loss of the swarm's model by round.
         held_out_sources: The same by source, where the run mixes some.
         samples: Text of the swarm's model by round.
-        voters: Those of the last certificate: their losses count.
+        rounds: Summaries of the rounds whose certificates this peer has seen, ascending.
+        bodies: Of the last rounds, by round.
     """
 
     num_slots: int
@@ -161,7 +162,8 @@ class SwarmView:
     held_out: Mapping[int, float] = field(default_factory=dict)
     held_out_sources: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     samples: Mapping[int, tuple[Sample, ...]] = field(default_factory=dict)
-    voters: frozenset[str] = frozenset()
+    rounds: Mapping[int, RoundSummary] = field(default_factory=dict)
+    bodies: Mapping[int, Body] = field(default_factory=dict)
 
     @cached_property
     def active(self) -> tuple[PeerView, ...]:
@@ -169,21 +171,15 @@ class SwarmView:
         return tuple(peer for _, peer in sorted(self.peers.items()) if peer.state == "active")
 
     @cached_property
-    def round(self) -> int:
-        """Latest round that a majority of the active peers has reached."""
-        return _majority_reached([peer.round for peer in self.active])
-
-    @cached_property
     def coverage(self) -> tuple[int, ...]:
         """Number of holders of each slot."""
         held = {peer.peer_id: tuple(s for s in peer.slots if s < self.num_slots) for peer in self.active}
         return tuple(coverage(held, self.num_slots))
 
-    @cached_property
+    @property
     def ends_at(self) -> float:
-        """DHT time at which the training of the current round ends, as the median of its peers; 0 while unknown."""
-        ends = [peer.ends_at for peer in self.active if peer.round == self.round and peer.ends_at > 0]
-        return median_low(ends) if ends else 0.0
+        """DHT time at which the training of the current round ends; 0 while unknown."""
+        return self.bodies[self.published].ends_at if self.published in self.bodies else 0.0
 
     @property
     def orphans(self) -> tuple[int, ...]:
@@ -196,27 +192,18 @@ class SwarmView:
         return self.num_slots - len(self.orphans)
 
     @cached_property
-    def rounds(self) -> Mapping[int, RoundSummary]:
-        """Summaries of the complete rounds, ascending."""
-        by_round: dict[int, list[Metrics]] = {}
-        for (number, _), report in sorted(self.reports.items()):
-            if number <= self.published:
-                by_round.setdefault(number, []).append(report)
-        return {number: summarise(reports, self.voters) for number, reports in by_round.items()}
-
-    @cached_property
     def totals(self) -> Mapping[int, int]:
-        """Tokens trained in all complete rounds up to each one."""
+        """Tokens trained in all rounds known here up to each one."""
         return dict(zip(self.rounds, accumulate(summary.tokens for summary in self.rounds.values()), strict=True))
 
     def is_reported(self, number: int) -> bool:
-        """Tell whether all members of a round have reported it."""
-        reports = [report for (known, _), report in self.reports.items() if known == number]
-        return bool(reports) and len(reports) >= max(report.num_members for report in reports)
+        """Check whether all members of a round have reported it."""
+        body = self.bodies.get(number)
+        return body is not None and all((number, member.peer_id) in self.reports for member in body.members)
 
     @cached_property
     def whole(self) -> list[int]:
-        """Complete rounds of which no report is to come: all members have reported, or a later round is complete."""
+        """Rounds of which no report is to come: all members have reported, or a later round has a certificate."""
         is_whole = self.is_reported(self.published) or not self.absence_seconds  # of a past run nothing is to come
         return [number for number in self.rounds if number < self.published or is_whole]
 
@@ -227,20 +214,14 @@ class SwarmView:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained in all complete rounds."""
+        """Tokens trained in all rounds known here."""
         return self.tokens_until(self.published)
 
     def tokens_until(self, number: int) -> int:
-        """Return the tokens trained in complete rounds up to `number`."""
+        """Return the tokens trained in rounds up to `number`."""
         if number in self.totals:
             return self.totals[number]
         return max((total for known, total in self.totals.items() if known <= number), default=0)
-
-    def ending_at(self, total_rounds: int) -> SwarmView:
-        """Return the view of a run whose founder has changed its number of rounds."""
-        if total_rounds == self.total_rounds:
-            return self
-        return _with_known_rounds(replace(self, total_rounds=total_rounds), self, ())
 
     def evaluated(
         self, number: int, loss: float, samples: tuple[Sample, ...] = (), sources: Mapping[str, float] | None = None
@@ -249,20 +230,20 @@ class SwarmView:
         samples_by_round = {**self.samples, number: samples} if samples else self.samples
         held_out = dict(sorted({**self.held_out, number: loss}.items()))
         by_source = {**self.held_out_sources, number: sources} if sources else self.held_out_sources
-        changed = replace(self, held_out=held_out, samples=samples_by_round, held_out_sources=by_source)
-        return _with_known_rounds(changed, self, ())
+        return replace(self, held_out=held_out, samples=samples_by_round, held_out_sources=by_source)
 
 
 def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
-    """Return the view after one more snapshot of the records."""
+    """Return the view after one more snapshot."""
+    bodies = snapshot.bodies or view.bodies
+    published = max(bodies, default=view.published)
+    near = range(published - KEPT_ROUNDS + 1, published + KEPT_ROUNDS + 1)  # guard: future-reports
     new = {
         (report.round, peer): report
         for peer, report in snapshot.metrics.items()
-        if report.round > view.published - KEPT_ROUNDS  # an older one may have been counted
-        and (report.round, peer) not in view.reports
-        and is_plausible(report, view.total_rounds)
+        if report.round in near and (report.round, peer) not in view.reports and is_plausible(report, view.total_rounds)
     }
-    reports = {**view.reports, **new} if new else view.reports
+    reports = {**view.reports, **new}
     newest = {peer.peer_id: peer.report for peer in view.peers.values()}
     for (number, peer), report in new.items():
         known = newest.get(peer)
@@ -273,33 +254,25 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
     kept = set(sorted(seen, key=lambda peer: peer not in snapshot.claims)[:MAX_PEERS])  # guard: monitor-peers
     for peer in (peer for peer in seen if peer in kept):
         peers[peer] = _fold_peer(view, snapshot, peer, newest.get(peer))
-    finished = [p.report.round if p.report else 0 for p in peers.values() if p.state == "active"]
-    published = max(view.published, _majority_reached(finished))
-    changed = {*(number for number, _ in new), *range(view.published + 1, published + 1)}
-    folded = replace(view, now=snapshot.now, published=published, voters=snapshot.voters, peers=peers, reports=reports)
-    folded = _with_known_rounds(folded, view, changed)
-    near = range(published - KEPT_ROUNDS + 1, published + KEPT_ROUNDS + 1)  # guard: future-reports
-    newest_rounds = {key: report for key, report in reports.items() if key[0] in near}
-    if len(newest_rounds) == len(reports):
-        return folded
-    return _with_known_rounds(replace(folded, reports=newest_rounds), folded, ())
-
-
-def _with_known_rounds(view: SwarmView, before: SwarmView, changed: Collection[int]) -> SwarmView:
-    """Return `view` with the summaries of the earlier view, those of the changed rounds made anew.
-
-    A page on a peer reads records every other second for days; to summarise all rounds each time would cost the
-    training more with every round.
-    """
-    by_round: dict[int, list[Metrics]] = {number: [] for number in changed if number <= view.published}
-    if by_round:
-        for (number, _), report in sorted(view.reports.items()):
-            if number in by_round:
-                by_round[number].append(report)
-    new = {number: summarise(reports, view.voters) for number, reports in by_round.items() if reports}
-    rounds = {**before.rounds, **new} if new else before.rounds
-    view.__dict__["rounds"] = dict(sorted(rounds.items())) if new else rounds  # where a cached_property keeps its value
-    return view
+    # A page reads records every other second for days: what has not changed is not summarised again.
+    changed = {number for number, body in bodies.items() if view.bodies.get(number) is not body}
+    changed |= {number for number, _ in new if number in bodies}
+    by_round: dict[int, list[Metrics]] = {number: [] for number in sorted(changed)}
+    for (number, _), report in sorted(reports.items()) if changed else ():
+        if number in by_round:
+            by_round[number].append(report)
+    rounds = {number: summarise(bodies[number], reported) for number, reported in by_round.items()}
+    if changed:  # of a run that went back, the later rounds are void
+        rounds = {number: each for number, each in sorted({**view.rounds, **rounds}.items()) if number <= published}
+    return replace(
+        view,
+        now=snapshot.now,
+        published=published,
+        peers=peers,
+        reports={key: report for key, report in reports.items() if key[0] in near},
+        rounds=rounds if changed else view.rounds,
+        bodies=bodies,
+    )
 
 
 def _fold_peer(view: SwarmView, snapshot: Snapshot, peer: str, report: Metrics | None) -> PeerView:
@@ -310,13 +283,11 @@ def _fold_peer(view: SwarmView, snapshot: Snapshot, peer: str, report: Metrics |
         return replace(known, state="left" if is_gone else known.state, report=report)
     progress = snapshot.progress.get(peer)
     number = progress.round if progress is not None else known.round if known is not None else 0
-    ends_at = progress.ends_at if progress is not None else known.ends_at if known is not None else 0.0
     return PeerView(
         peer_id=peer,
         state=claim.state,
         slots=tuple(slot for slot in claim.slots if slot < view.num_slots),
         round=min(number, view.total_rounds),
-        ends_at=ends_at,
         last_seen=snapshot.now,
         report=report,
     )
@@ -339,29 +310,35 @@ def is_plausible(report: Metrics, total_rounds: int) -> bool:
     )
 
 
-def summarise(reports: list[Metrics], voters: Collection[str] = ()) -> RoundSummary:
-    """Return the summary of one round's reports (at least one)."""
-    kept = [report.tokens if report.committed else 0 for report in reports]
-    cap = WEIGHT_CAP * median_low(filter(None, kept)) if any(kept) else 0
-    weights = [min(tokens, cap) for tokens in kept]  # guard: report-weight
-    tokens, seconds = sum(weights), median(map(wall_seconds, reports))
-    trained = {r.peer_id: r.loss for r, weight in zip(reports, weights, strict=True) if weight and r.loss is not None}
-    losses = [loss for peer, loss in trained.items() if peer in voters] or list(trained.values())  # guard: voters-loss
-    digests = Counter(report.shared_digest for report in reports)
+def summarise(body: Body, reports: Sequence[Metrics]) -> RoundSummary:
+    """Return the summary of a round: what its certificate says, and what of the reports is of its members."""
+    tokens = {member.peer_id: member.tokens for member in body.members}
+    trained = {peer: count for peer, count in tokens.items() if count}
+    cap = WEIGHT_CAP * median_low(_of_voters(body, trained)) if trained else 0
+    total = sum(min(count, cap) for count in tokens.values())  # guard: report-weight
+    counted = {report.peer_id: report for report in reports if report.peer_id in tokens}  # guard: members-reports
+    losses = {peer: report.loss for peer, report in counted.items() if peer in trained and report.loss is not None}
+    heard, digests = _of_voters(body, counted), Counter(report.shared_digest for report in counted.values())
+    seconds = median(map(wall_seconds, heard)) if heard else 0.0
     return RoundSummary(
-        round=reports[0].round,
-        num_peers=len(reports),
-        tokens=tokens,
+        round=body.round,
+        num_peers=len(tokens),
+        tokens=total,
         seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds else 0.0,
-        loss=median(losses) if losses else math.nan,
-        agreement=max(digests.values()) / len(reports),
-        phases={phase: median(phase_seconds(report)[phase] for report in reports) for phase in PHASES},
-        sync_share=median(map(sync_share, reports)),
-        dropped=sum(min(report.dropped, 4097) for report in reports),
-        stale_rounds=max(min(report.stale_rounds, report.round) for report in reports),
+        tokens_per_second=total / seconds if seconds else math.nan,
+        loss=median(_of_voters(body, losses)) if losses else math.nan,
+        agreement=max(digests.values()) / len(counted) if counted else math.nan,
+        phases={phase: median(phase_seconds(each)[phase] for each in heard) if heard else 0.0 for phase in PHASES},
+        sync_share=median(map(sync_share, heard)) if heard else math.nan,
+        dropped=sum(min(report.dropped, 4097) for report in counted.values()),
+        stale_rounds=max((min(report.stale_rounds, body.round) for report in counted.values()), default=0),
         cap=cap,
     )
+
+
+def _of_voters(body: Body, stated: Mapping[str, T]) -> list[T]:
+    """Return what voters state; what all state if no voter does."""
+    return [each for peer, each in stated.items() if peer in body.voters] or list(stated.values())  # guard: voters-loss
 
 
 def phase_seconds(report: Metrics) -> dict[str, float]:
@@ -383,8 +360,3 @@ def sync_share(report: Metrics) -> float:
 def short_id(peer_id: str) -> str:
     """Return the last six characters of a peer id."""
     return peer_id[-6:]
-
-
-def _majority_reached(rounds: list[int]) -> int:
-    """Return the latest round that more than half of the peers have reached."""
-    return sorted(rounds, reverse=True)[len(rounds) // 2] if rounds else 0

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from enum import Enum
 from statistics import fmean
 from typing import NamedTuple
@@ -295,7 +296,7 @@ class Watch:
         """
         while True:
             self._revisions.look()
-            self.view = self.view.ending_at(self._rounds.total)
+            self.view = replace(self.view, total_rounds=self._rounds.total)
             self._poll()
             if self._collect() >= self._rounds.total:
                 self._swarm.report(Archived(peer_id=self._swarm.peer_id, round=self._archived))
@@ -327,7 +328,7 @@ class Watch:
             return
         if snapshot.claims:
             self._seen_at = time.monotonic()
-        self.view = fold(self.view, snapshot.of(self._swarm.known()))
+        self.view = fold(self.view, snapshot)
         self._show(self.view)
 
     def _start_job(self) -> None:

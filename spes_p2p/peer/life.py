@@ -180,17 +180,17 @@ def _train(
             tell("")
             loop.run(page.reported if page is not None else None)
             ranks.say(None)  # the other ranks end
-            if not loop.is_ended:
-                _serve_for_a_while(config, swarm, revisions.run.round.total, tell)
+            if loop.is_ended:
+                tell("leaving", LEAVING)
+                end.hand_over()
+                log.info("finished as asked; %s", _going_on(config.output))
                 return
-            tell("leaving", LEAVING)
-            end.hand_over()
-            log.info("finished as asked; %s", _going_on(config.output))
         except KeyboardInterrupt:
             if not swarm.watchdog.death:
                 tell("leaving", LEAVING)
                 end.hand_over()
             raise
+        _serve_for_a_while(config, swarm, revisions.run.round.total, tell)  # which an interrupt ends at once
 
 
 def _trainer(config: PeerConfig, ranks: Ranks, admission: Admission) -> tuple[Trainer, LongTensor]:
@@ -259,12 +259,15 @@ def _hand_over(sync: Synchroniser, rounds: RoundConfig, seconds: float) -> None:
 def _serve_for_a_while(
     config: PeerConfig, swarm: HivemindSwarm, last_round: int, tell: Callable[[str, str], None]
 ) -> None:
-    """Keep the final versions within reach until a monitor has archived them, or the time to serve is up."""
+    """Keep the final versions within reach until a voter has archived them, or the time to serve is up."""
     tell("serving", "the last round is trained; a monitor may fetch its model")
     seconds = SEED_SECONDS if config.seed_seconds is None else config.seed_seconds
-    log.info("trained the last round; serving its versions until a monitor has them, at most %.0f s", seconds)
+    log.info("trained the last round; serving its versions for %.0f s", seconds)
     deadline, is_archived = time.monotonic() + seconds, False
     while time.monotonic() < deadline and not is_archived and not swarm.wait(1.0):
-        is_archived = any(record.round >= last_round for record in swarm.read(Archived).values())  # type: ignore[attr-defined]
+        is_archived = any(
+            record.round >= last_round and peer in swarm.last().voters  # type: ignore[attr-defined]  # guard: archived-voters
+            for peer, record in swarm.read(Archived).items()
+        )
     export = f"; its model: spes export {shlex.quote(str(config.output))}"
     log.info("the run is finished%s", "" if is_archived else export)

@@ -98,10 +98,10 @@ class PeerPage:
                 log.exception("the page could not be brought up to date")
 
     def _look(self) -> None:
-        own_id, known, now = self._swarm.peer_id, self._swarm.known(), self._swarm.now()
-        view = self._state.view.ending_at(self._revisions.run.round.total)
+        own_id, now = self._swarm.peer_id, self._swarm.now()
+        view = replace(self._state.view, total_rounds=self._revisions.run.round.total)
         try:
-            snapshot = look(self._swarm).of(None if known is None else {own_id, *known})
+            snapshot = look(self._swarm)
         except OSError as error:
             log.debug("the page cannot read the swarm's records: %r", error)
             view = replace(view, now=now)  # the others' claims grow old on it

@@ -117,6 +117,10 @@ class Chain:
         removed = {peer for last, body in pairwise(bodies) for peer in removed_voters(last, body)}
         return removed - set(self.last.voters)
 
+    def in_a_row(self) -> dict[int, Body]:
+        """Return the bodies of the recent certificates, by round."""
+        return {each.body.round: each.body for each in tuple(self._recent)}
+
     def newest(self, count: int) -> list[Body]:
         """Return the bodies of the last certificates, at most so many."""
         return [certificate.body for certificate in self.certificates[-count:]]

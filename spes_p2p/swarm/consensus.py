@@ -167,6 +167,10 @@ class Consensus:
         """Return the body of a round's certificate."""
         return self._agreement.chain.body_at(round)
 
+    def bodies(self) -> dict[int, Body]:
+        """Return the bodies of the last rounds in a row, by round."""
+        return self._agreement.chain.in_a_row()
+
     def recent(self) -> str:
         """Return round and digest of the newest final body, for a link; of the founding before there is one."""
         chain = self._agreement.chain

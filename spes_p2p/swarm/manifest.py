@@ -178,22 +178,28 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
         log.warning("the run was founded with spes_p2p %s, this is %s", manifest.software, __version__)
     swarm.keep_document(MANIFEST, manifest.encode(), manifest.founded_at)
     tokenizer = Version(name=TOKENIZER, round=0, digest=manifest.tokenizer_digest, num_bytes=manifest.tokenizer_bytes)
-    if failure := swarm.exchange.pull([tokenizer], [*records], timeout=PULL_SECONDS):
+    if failure := swarm.exchange.pull([tokenizer], _known_first(swarm, records, founder), timeout=PULL_SECONDS):
         raise AbsentError(f"cannot fetch the tokenizer of run {run_id!r}: {failure[TOKENIZER]}; try again")
     return manifest, swarm.load_document(TOKENIZER)
 
 
 def _offers(swarm: HivemindSwarm, peers: Collection[str], founder: str | None) -> list[Manifest]:
-    """Return the manifests of the run that peers serve; of many peers the founder and some others are asked."""
-    others = random.sample(sorted(peers), len(peers))
-    asked = sorted(others, key=lambda peer: peer != founder)[:MAX_ASKED]
+    """Return the manifests of the run that peers serve; of many peers some are asked, those known here in any case."""
     found = []
-    for peer, document in swarm.exchange.documents(MANIFEST, asked).items():
+    for peer, document in swarm.exchange.documents(MANIFEST, _known_first(swarm, peers, founder)[:MAX_ASKED]).items():
         try:
             found.append(signed_manifest(document, swarm.node.run_id))
         except JoinError as error:
             log.warning("%s serves no manifest of the run: %s", peer, error)
     return found
+
+
+def _known_first(swarm: HivemindSwarm, peers: Collection[str], founder: str | None) -> list[str]:
+    """Return those of some peers that this one knows, the founder first, then the others in random order."""
+    known = [founder or "", *swarm.node.known_peers()]  # guard: link-first
+    first = dict.fromkeys(peer for peer in known if peer in peers)
+    others = sorted(set(peers) - first.keys())
+    return [*first, *random.sample(others, len(others))]
 
 
 def kept_manifest(swarm: HivemindSwarm) -> Manifest | None:

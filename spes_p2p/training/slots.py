@@ -77,7 +77,10 @@ class HeldSlots:
         self._since = swarm.now()
         self._checked_at = 0.0
         self._has_left = False
-        self._missed: Counter[str] = Counter()
+        self._newcomers = set[str]()
+        """Active peers that follow the run, and that no certificate knows."""
+        self._missed = 0
+        """Rosters since such a peer did not come though it was waited for; 0 if all have come since."""
         self.unloaded = set[VectorName]()
         """Weights that have come, and the model lacks."""
 
@@ -122,7 +125,8 @@ class HeldSlots:
     def expected(self, claims: Mapping[str, Claim]) -> set[str]:
         """Return the peers that complete a roster: those whose claims count, and a few newcomers that follow the run.
 
-        A newcomer that did not come is waited for in fewer and fewer rounds, otherwise idle ones would delay them all.
+        After a newcomer that did not come, all are waited for in fewer and fewer rounds, otherwise idle ones, under a
+        new name each time, would delay every round.
         """
         last, active = self._swarm.last(), set(active_of(claims))
         counted = active & self.trusted(claims).keys()
@@ -131,15 +135,23 @@ class HeldSlots:
             for peer, record in self._swarm.read(Progress).items()
             if record.round >= last.round - 1  # type: ignore[attr-defined]
         }
-        due = [peer for peer in (active - counted) & following if not self._missed[peer] & (self._missed[peer] - 1)]
-        new = strangers(last, due)[: max_strangers(len(last.voters))]  # guard: waits-for-ghosts
-        return counted | set(new) | (set(due) & last.seats.keys())
+        self._newcomers = (active - counted) & following
+        if not self._newcomers:
+            self._missed = 0
+        if self._missed & (self._missed - 1):  # guard: waits-in-vain
+            return counted
+        new = strangers(last, self._newcomers)[: max_strangers(len(last.voters))]  # guard: waits-for-ghosts
+        return counted | set(new) | (self._newcomers & last.seats.keys())
 
     def has_met(self, roster: Roster, expected: Collection[str]) -> None:
-        """Note which peers a roster leaves out, and count the rosters in a row that each newcomer has missed."""
+        """Note which peers a roster leaves out, and count the rosters since a newcomer has missed one."""
         met = {member.peer_id for member in roster}
         self.distrusted = roster.distrusted | (self.distrusted - met)  # one that does not come is not trusted again
-        self._missed = Counter({peer: self._missed[peer] + 1 for peer in {*self._missed, *expected} - met})
+        awaited = self._newcomers.intersection(expected)
+        if awaited and awaited <= met:
+            self._missed = 0
+        elif awaited or self._missed:
+            self._missed += 1
 
     def leave(self) -> None:
         """Release all slots now, not when the lease ends, and say goodbye; for good."""

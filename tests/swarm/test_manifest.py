@@ -102,6 +102,16 @@ def test_a_manifest_of_a_hundred_kilobytes_is_not_fetched(open_peer):
         fetch_manifest(open_peer(), founder.peer_id)
 
 
+def test_a_newcomer_asks_the_peers_of_its_link_before_strangers(open_peer, monkeypatch):
+    """Identities that declare a manifest and serve none cost nothing, and only some peers are asked."""
+    founder, ghost = open_peer(), open_peer()
+    manifest = found(founder)
+    declare_manifest(ghost, manifest)
+    ask_last(monkeypatch, founder)
+    monkeypatch.setattr(module, "MAX_ASKED", 1)
+    assert fetch_manifest(open_peer()) == (manifest, b"the tokenizer")
+
+
 # ---------------------------------------------------------------------- an old manifest, played again
 
 

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.commands.monitor import MonitorConfig, main
-from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RoundConfig, RunConfig
+from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, PeerConfig, RoundConfig, RunConfig
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.monitor.stores import open_store
 from spes_p2p.monitor.uploads import MANIFEST_FILE, StoredCheckpoints
+from spes_p2p.peer.life import _serve_for_a_while
 from spes_p2p.peer.restart import LEAST_SECONDS
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.certificate import Body
@@ -223,10 +224,27 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
     assert samples.keys() == {0, 1} and samples[0]["prompt"] == samples[1]["prompt"]
     assert samples[1]["text"] not in ("", samples[0]["text"]), "two models"
     assert {event["peer_id"] for event in events(config.output, "report")} == {p.swarm.peer_id for p in peers}
+    (of_round,) = events(config.output, "round")
+    assert (of_round["tokens"], of_round["num_peers"], of_round["loss"]) == (2, 2, 4.0), "each reports 1000 tokens"
     assert "finished" in (config.output / "report.html").read_text()
     printed = capsys.readouterr().out
     assert "round 1/1  2 peers" in printed
     assert printed.count(f"{measured[1]:.4f}") == 1, "an evaluation is printed once"
+
+
+def test_only_a_voter_ends_the_time_for_which_peers_serve_the_last_round(tmp_path: Path) -> None:
+    with swarm_of(tmp_path, num_peers=3, total=1) as ((founder, stranger, peer), _, _):
+
+        def served_after_archived_by(one: Peer, seconds: float) -> float:
+            one.swarm.report(Archived(peer_id=one.swarm.peer_id, round=1))
+            wait_until(lambda: one.swarm.peer_id in peer.swarm.read(Archived))
+            began = time.monotonic()
+            config = PeerConfig(run_id="watched", output=tmp_path / "peer", seed_seconds=seconds)
+            _serve_for_a_while(config, peer.swarm, 1, lambda *_: None)
+            return time.monotonic() - began
+
+        assert served_after_archived_by(stranger, 4.0) >= 4.0
+        assert served_after_archived_by(founder, 60.0) < 30.0
 
 
 @pytest.mark.full

@@ -65,7 +65,7 @@ def test_two_peers_teach_a_style_and_the_exported_model_answers_in_it(commands: 
         peers = [start("peer", "a", "--from", base, "--data", files["a"], "--run.data.probe", probe, *settings)]
         peers[0].wait_for("others join with: .* --data PATH", SECONDS)
         join = ["--initial-peers", (tmp_path / "a" / "address").read_text().strip()]
-        peers.append(start("peer", "b", *join, "--data", files["b"], "--seed-seconds", "120"))
+        peers.append(start("peer", "b", *join, "--data", files["b"], "--seed-seconds", "60"))
         monitor = start("monitor", "monitor", *join, "--console", "none").end(SECONDS)
         assert monitor.code == 0, monitor.stderr
         for peer in peers:

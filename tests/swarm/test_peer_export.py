@@ -99,7 +99,7 @@ def test_a_peers_folder_gives_the_monitors_model_of_the_same_round(world: World,
     """Also where its memory holds the others' slots in four bits: what it keeps of them on disk is what they sent."""
     rounds = {"mode": "steps", "steps": 5, "total": TOTAL, "min_peers": 2}
     file = write_settings(world.folder / "run.yaml", round=rounds, frozen_storage=storage)
-    words = ["--max-slots", "2", "--keep-last", "99", "--seed-seconds", "90"]
+    words = ["--max-slots", "2", "--keep-last", "99", "--seed-seconds", "30"]
     peers = {"a": world.start("peer", "a", "--config", file, *words)}
     wait_for(peers["a"], "others join with")
     join = ["--initial-peers", world.address("a")]

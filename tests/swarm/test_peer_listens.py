@@ -79,7 +79,7 @@ def test_a_founder_can_be_called_at_the_address_that_it_prints(commands: Command
     assert len(again.lines) == 2 and "the run is finished" in again.lines[0], again.tail()
     again = commands.start(*words, "--seed-seconds", "0", *machine(tmp_path, "founder"))
     assert again.end(SECONDS) == 0, again.tail()
-    assert again.matches("serving its versions until a monitor has them") and again.matches("the run is finished")
+    assert again.matches("serving its versions for 0 s") and again.matches("the run is finished")
 
 
 def bytes_on_disk(output: Path) -> int:

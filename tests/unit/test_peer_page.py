@@ -19,7 +19,7 @@ from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.presentation import qr_rows
 from spes_p2p.swarm.records import Claim, Metrics, Progress
-from tests.unit.monitor.swarms import claim, peer_id, progress, report
+from tests.unit.monitor.swarms import body, claim, peer_id, progress, report
 
 
 class ScriptedSwarm:
@@ -30,7 +30,8 @@ class ScriptedSwarm:
         self.node = SimpleNamespace(client_mode=False)
         self.watchdog = SimpleNamespace(seconds_alone=0.0, neighbours=1)
         self.waits = ""
-        self.consensus = SimpleNamespace(waiting=lambda: self.waits)
+        self.bodies = {number: body(number, {0: 1000 * number, 1: 1000}) for number in (1, 2, 3)}
+        self.consensus = SimpleNamespace(waiting=lambda: self.waits, bodies=lambda: self.bodies)
         self.links = SimpleNamespace(ways=lambda: {peer_id(1): "met"})
         self.reports: list[Metrics] = []
         self.silences = 0

@@ -39,6 +39,10 @@ LOOPBACK_HOST = "127.0.0.1"
 MAX_VIEWERS = 200
 MAX_CONNECTIONS = 2 * MAX_VIEWERS
 """Open at once: a peer's page must leave it the files and sockets that it trains with."""
+MAX_KEPT = 8
+"""Connections beyond those, for requests with the owner's token."""
+TOKEN_SECONDS = 5.0
+"""Time for such a connection to bring one."""
 MAX_WAITING = 4
 """Messages kept for a viewer that reads slowly; then it is sent the whole state anew."""
 ALIVE_SECONDS = 15.0
@@ -159,6 +163,8 @@ class Page:
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._asked: set[web.RequestHandler] = set()
         """Connections that have brought a request."""
+        self._untold: list[web.RequestHandler] = []
+        """Connections in the kept places that have not brought the token, oldest first."""
         self._files = {path: (static(name), kind) for path, (name, kind) in FILES.items()}
         self._zipped = {path: gzip.compress(data, 6, mtime=0) for path, (data, _) in self._files.items()}
         self._loop = asyncio.SelectorEventLoop()
@@ -223,7 +229,7 @@ class Page:
         await runner.setup()
         web_server = runner.server
         assert web_server is not None
-        listening = await self._loop.create_server(lambda: _Door(web_server), sock=self._socket)
+        listening = await self._loop.create_server(lambda: _Door(web_server, self._keep_place), sock=self._socket)
         self._ready.set()
         silent: set[web.RequestHandler] = set()
         while not self._stop.is_set():
@@ -241,12 +247,31 @@ class Page:
         listening.close()
         await runner.cleanup()
 
+    def _keep_place(self, connection: web.RequestHandler) -> bool:
+        """Let a connection beyond the most wait for its token, in place of the one that has waited longest."""
+        if self._verbs is None:
+            return False
+        if len(self._untold) >= MAX_KEPT:
+            self._turn_out(self._untold[0])
+        self._untold.append(connection)
+        self._loop.call_later(TOKEN_SECONDS, self._turn_out, connection)
+        return True
+
+    def _turn_out(self, connection: web.RequestHandler) -> None:
+        if connection in self._untold:
+            self._untold.remove(connection)
+            connection.force_close()
+
     @web.middleware
     async def _check(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refuse what no page of ours asks."""
         self._asked.add(request.protocol)
+        if request.protocol in self._untold and self._verbs is not None:
+            if not self._verbs.is_owners(request):  # guard: page-places
+                return web.Response(status=503, text="too many connections\n", headers={"Connection": "close"})
+            self._untold.remove(request.protocol)
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if not self._place.accepts(host):  # guard: page-host
             return web.Response(status=421, text="this page has another name\n")
@@ -331,16 +356,17 @@ class Page:
 
 
 class _Door(asyncio.Protocol):
-    """Hands a new connection to the server, or closes it where there are too many."""
+    """Hands a new connection to the server, or closes it where there are too many and no place is kept for it."""
 
-    def __init__(self, web_server: web.Server) -> None:
+    def __init__(self, web_server: web.Server, keep_place: Callable[[web.RequestHandler], bool]) -> None:
         self._web_server = web_server
+        self._keep_place = keep_place
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if len(self._web_server.connections) >= MAX_CONNECTIONS:  # guard: page-connections
+        handler, is_full = self._web_server(), len(self._web_server.connections) >= MAX_CONNECTIONS
+        if is_full and not self._keep_place(handler):  # guard: page-connections
             transport.close()
             return
-        handler = self._web_server()
         cast(asyncio.Transport, transport).set_protocol(handler)
         handler.connection_made(transport)
 

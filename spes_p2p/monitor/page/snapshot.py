@@ -196,7 +196,7 @@ def in_words(event: Event) -> str:
         case "round":
             dropped = f"; {event['dropped']} groups were dropped" if event["dropped"] else ""
             agreed = event["agreement"]
-            differ = f"; {1 - agreed:.0%} of the digests differ" if agreed < 1 else ""
+            differ = f"; {1 - agreed:.0%} of the digests differ" if agreed is not None and agreed < 1 else ""
             loss = number_or_dash(event["loss"])
             return f"round {event['round']}: {event['num_peers']} peers, loss {loss}{dropped}{differ}"
         case "control":
@@ -240,7 +240,7 @@ def _now(state: PageState) -> dict[str, Any]:
     if not name:
         name, why = swarm_state(view)
     committed = max(view.published, own.committed if own else 0)
-    number = min(max(view.round, committed + bool(view.active), 1), view.total_rounds)
+    number = min(max(committed + bool(view.active), 1), view.total_rounds)
     return {"at": round(view.now, 1), "state": name, "why": why, "round": number, "ends_at": round(view.ends_at, 1)}
 
 
@@ -288,7 +288,7 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
         "sent": sum(report.bytes_out for report in newest),
         "not_training": _digits(summary.sync_share, 3) if summary else None,
         "agreed": sum(round.agreement == 1.0 for round in view.rounds.values()),
-        "rounds": len(view.rounds),
+        "rounds": sum(round.agreement > 0 for round in view.rounds.values()),
     }
     if own is not None:
         figures |= _own_figures(view, own)
@@ -305,10 +305,12 @@ def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
     peer = view.peers.get(own.peer_id)
     invites = sorted(Counter(invite[:SHOWN_LETTERS] for invite in own.votes.values() if invite).items())
     votes = ", ".join(f"{count} by {invite}" for invite, count in invites)
-    counted = sum(min(own.rounds[number].tokens, view.rounds[number].cap) for number in own.rounds.keys() & view.rounds)
+    numbers = own.rounds.keys() & view.rounds
+    counted = sum(min(own.rounds[number].tokens, view.rounds[number].cap) for number in numbers)
+    tokens = sum(view.rounds[number].tokens for number in numbers)
     return {
         "my_tokens": peer.report.total_tokens if peer is not None and peer.report is not None else 0,
-        "share": _digits(counted / view.tokens, 3) if view.tokens else None,
+        "share": _digits(counted / tokens, 3) if tokens else None,
         "my_sent": own.sent_bytes,
         "my_received": own.received_bytes,
         "uptime": round(own.uptime_seconds, -1),

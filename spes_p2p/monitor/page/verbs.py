@@ -51,6 +51,11 @@ class Verbs:
         """Give a page's server the verbs' path."""
         app.router.add_post(PATH + "{verb:[a-z]+}", self._answer)
 
+    def is_owners(self, request: web.Request) -> bool:
+        """Check whether a request carries the token."""
+        given = request.headers.get(TOKEN_HEADER, "")
+        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
+
     def takes(self, request: web.Request) -> bool:
         """Tell whether a request may have a body: it is a verb's."""
         return request.method == "POST" and request.path.startswith(PATH)
@@ -58,8 +63,7 @@ class Verbs:
     async def _answer(self, request: web.Request) -> web.Response:
         if not _is_near(request):  # guard: verb-remote
             return _refusal(403, "verbs are for this machine alone")
-        given = request.headers.get(TOKEN_HEADER, "")
-        if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):  # guard: verb-token
+        if not self.is_owners(request):  # guard: verb-token
             return _refusal(
                 401, f"this needs the token in {TOKEN_FILE}; `spes ctl link` prints the page's link with it"
             )

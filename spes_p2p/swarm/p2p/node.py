@@ -487,6 +487,10 @@ class Node:
         """Return the ids of the initial peers; of the peerstore's if there are none."""
         return list(self._initial_peers or self.peerstore.addresses())
 
+    def known_peers(self) -> list[str]:
+        """Return the ids of the initial peers, and of those met before."""
+        return [*{**self._initial_peers, **self.peerstore.addresses()}]
+
     def known_addresses(self) -> list[str]:
         """Return one address of each known peer, initial peers first."""
         return [at[0] for at in {**self._initial_peers, **self.peerstore.addresses()}.values()]

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.swarm.certificate import Body, MemberEntry
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -52,14 +53,41 @@ def report(index: int, round: int, **changes) -> Metrics:
     return Metrics(peer_id=peer_id(index), round=round, **(fields | changes))
 
 
+def body(round: int, tokens: Mapping[int, int], voters: Iterable[int] = (98,), ends_at: float = 0.0) -> Body:
+    """The body of a certificate with these members, of whose tokens so many count."""
+    members = [MemberEntry(peer_id=peer_id(index), tokens=count) for index, count in tokens.items()]
+    return Body(
+        run="run",
+        founder=peer_id(98),
+        round=round,
+        previous="0" * 64,
+        ends_at=ends_at,
+        members=tuple(sorted(members, key=lambda member: member.peer_id)),
+        voters=tuple(map(peer_id, voters)),
+    )
+
+
 def snapshot(
-    now: float, claims: Iterable[Claim], reports: Iterable[Metrics] = (), rounds: Mapping[int, int] | None = None
+    now: float,
+    claims: Iterable[Claim],
+    reports: Iterable[Metrics] = (),
+    rounds: Mapping[int, int] | None = None,
+    *bodies: Body,
 ) -> Snapshot:
+    """Records, and certificates: by default of the rounds that are reported, with the reports' peers and tokens."""
+    records = {record.peer_id: record for record in reports}
+    indices = {peer_id(index): index for index in range(200)}
+    if not bodies:
+        tokens: dict[int, dict[int, int]] = {}
+        for each in records.values():
+            tokens.setdefault(each.round, {})[indices[each.peer_id]] = each.tokens if each.committed else 0
+        bodies = tuple(body(number, counts) for number, counts in tokens.items())
     return Snapshot(
         now,
         {record.peer_id: record for record in claims},
         {peer_id(index): progress(index, number) for index, number in (rounds or {}).items()},
-        {record.peer_id: record for record in reports},
+        records,
+        {each.round: each for each in bodies},
     )
 
 

@@ -15,7 +15,7 @@ from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page import snapshot as page
 from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, Sections, Snapshots, difference, in_words, thinned
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
-from tests.unit.monitor.swarms import claim, empty_view, peer_id, progress, report, small_history, snapshot
+from tests.unit.monitor.swarms import body, claim, empty_view, peer_id, report, small_history, snapshot
 
 STATIC = Path(page.__file__).parent / "static"
 AXE = Path(__file__).parents[2] / "support" / "axe"
@@ -88,13 +88,13 @@ def test_a_long_run_keeps_at_most_300_points_and_the_newest() -> None:
 
 def test_rounds_are_summarised_once_though_views_are_folded_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
     view = small_history(3)[-1]
-    whole = SwarmView(8, 20, 10.0, published=view.published, peers=view.peers, reports=view.reports).rounds
-    assert dict(view.rounds) == dict(whole)
+    chain = [body(number, dict.fromkeys(range(3), 1000)) for number in (1, 2, 3)]
+    view = fold(view, snapshot(98.0, [claim(0), claim(1)], [], None, *chain))
     before = view.rounds
-    again = fold(view, snapshot(99.0, [claim(0), claim(1)]))
+    again = fold(view, snapshot(99.0, [claim(0), claim(1)], [], None, *chain))
     assert again.rounds is before, "nothing new"
-    late = fold(again, snapshot(100.0, [claim(0), claim(1), claim(2)], [report(2, 2)]))
-    assert late.rounds[1] is before[1] and late.rounds[2].num_peers == 3
+    late = fold(again, snapshot(100.0, [claim(0), claim(1), claim(2)], [report(2, 2, dropped=5)], None, *chain))
+    assert late.rounds[1] is before[1] and late.rounds[2].dropped == 5
 
 
 def test_the_state_says_what_holds_the_swarm() -> None:
@@ -109,10 +109,8 @@ def test_the_state_says_what_holds_the_swarm() -> None:
     assert told(snapshot(1.0, [claim(0, state="joining")]))[1].startswith("1 peers are joining")
     state, why = told(snapshot(1.0, [claim(0)]), snapshot(60.0, []))
     assert state == "waiting" and "all have left, or this machine has lost the swarm" in why
-    ends = progress(0, 1).model_copy(update={"ends_at": 50.0})
     for now, state in ((40.0, "training"), (51.0, "synchronising")):
-        taken = Snapshot(now, {peer_id(0): claim(0)}, {peer_id(0): ends})
-        assert told(taken)[0] == state
+        assert told(snapshot(now, [claim(0)], [], None, body(1, {0: 9}, ends_at=50.0)))[0] == state
     silent = fold(fold(empty_view(), snapshot(1.0, [claim(0)])), snapshot(7.0, []))  # half of its 10 s, and more
     assert sections(silent)["now"]["state"] == "silent" and sections(silent)["peers"][key(0)][0] == "silent"
     assert told(snapshot(1.0, [claim(0)], [report(0, 1)]), total=1)[0] == "finished"
@@ -151,17 +149,18 @@ def test_cells_tell_trained_slots_from_new_claims() -> None:
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_the_newest_point_and_figures_are_of_a_round_that_all_members_have_reported(number: int) -> None:
     claims, before = [claim(index, [index]) for index in range(3)], small_history(number - 1)[-1]
-    few = [report(index, number, num_members=3, loss=1.0 + index, tokens_per_second=7.0) for index in range(2)]
-    view = fold(before, snapshot(99.0, claims, few, {0: number, 1: number, 2: number}))
+    few = [report(index, number, loss=1.0 + index, tokens_per_second=7.0) for index in range(2)]
+    of_round = body(number, dict.fromkeys(range(3), 1000))
+    view = fold(before, snapshot(99.0, claims, few, None, of_round))
     assert view.published == number
     assert list(sections(view)["rounds"]) == list(sections(before)["rounds"]) == [str(n) for n in range(1, number)]
     of_view, of_before = (sections(each)["figures"] for each in (view, before))
     assert all(of_view[name] == of_before[name] for name in ("loss", "speed", "not_training"))
     assert sections(view)["phases"] == sections(before)["phases"] and view.newest == before.newest, "the console, too"
-    whole = fold(view, snapshot(99.5, claims, [report(2, number, num_members=3, loss=3.0)]))
+    whole = fold(view, snapshot(99.5, claims, [report(2, number, loss=3.0)], None, of_round))
     assert sections(whole)["rounds"][str(number)][1] == sections(whole)["figures"]["loss"] == 2.0
-    next_one = [report(index, number + 1, num_members=2) for index in range(2)]
-    without = sections(fold(view, snapshot(100.0, claims[:2], next_one, {0: number + 1, 1: number + 1})))
+    next_one = [report(index, number + 1) for index in range(2)]
+    without = sections(fold(view, snapshot(100.0, claims[:2], next_one)))
     assert str(number) in without["rounds"], "a member that has died reports no more"
 
 
@@ -197,7 +196,7 @@ def test_events_are_told_in_words() -> None:
 
 def test_a_loss_that_is_no_number_is_a_gap_and_no_broken_page() -> None:
     view = small_history(2)[-1].evaluated(1, math.nan)
-    reports = {k: r.model_copy(update={"tokens": 0, "loss": None}) for k, r in view.reports.items()}
-    shown = sections(SwarmView(8, 20, 10.0, published=2, peers=view.peers, reports=reports, held_out=view.held_out))
+    chain = [body(number, {0: 0, 1: 0}) for number in (1, 2)]
+    shown = sections(fold(view, snapshot(99.0, [claim(0), claim(1)], [], None, *chain)))
     assert shown["rounds"]["1"][1] is None and shown["held_out"]["1"][1] is None
     json.dumps(shown, allow_nan=False)

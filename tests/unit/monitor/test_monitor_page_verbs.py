@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,23 @@ def test_ctl_sends_the_token_to_this_machine_alone(peer: Peer, monkeypatch: pyte
     (peer.output / "page").write_text(f"http://192.0.2.77:{port_of(peer.page)}/\n")
     with pytest.raises(ConfigError, match="Cannot assign requested address"):
         ctl.main(CtlConfig(verb="resume", output=peer.output))
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["requests", "silence"])
+def test_a_flood_without_the_token_leaves_places_for_requests_with_it(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "TOKEN_SECONDS", 60.0)
+    place, flood = ("127.0.0.1", port_of(peer.page)), post("/control/pause", "Content-Length: 4000", token=None)
+    with ExitStack() as opened:
+        for _ in range(2):
+            held = opened.enter_context(socket.create_connection(place, timeout=20))
+            held.sendall(f"GET /page.css HTTP/1.1\r\nHost: 127.0.0.1:{place[1]}\r\n\r\n".encode())
+            assert held.recv(15) == b"HTTP/1.1 200 OK"
+        for _ in range(3 * server.MAX_KEPT):
+            opened.enter_context(socket.create_connection(place, timeout=20))
+            if asks:
+                assert ask(peer.page, flood)[0] == 503, "before its body has come"
+        for _ in range(2):
+            assert ask(peer.page, peer.fill(post("/control/pause", body=BODY)))[0] == 200

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.monitor.events import JsonlSink
 from spes_p2p.monitor.report import standalone, write_report
 from spes_p2p.monitor.sinks import Sinks
-from spes_p2p.monitor.view import SwarmView, fold
+from spes_p2p.monitor.view import fold
 from tests.unit.monitor.swarms import NUM_SLOTS, TOTAL_ROUNDS, claim, empty_view, peer_id, small_history, snapshot
 
 FACTS = {"run_id": "run", "num_slots": NUM_SLOTS, "total_rounds": TOTAL_ROUNDS}
@@ -77,7 +78,7 @@ def test_a_report_calls_no_peer_silent_and_shows_a_last_round_that_lacks_a_repor
     history = small_history(num_rounds)
     dead = peer_id(1)
     reports = {key: value for key, value in history[-1].reports.items() if key != (num_rounds, dead)}
-    last = SwarmView(NUM_SLOTS, TOTAL_ROUNDS, 10.0, history[-1].now, num_rounds, history[-1].peers, reports)
+    last = replace(history[-1], reports=reports)
     for view in (*history[:-1], last, fold(last, snapshot(last.now + 7.0, [claim(0, [0])]))):
         sinks.update(view)
     sinks.close()

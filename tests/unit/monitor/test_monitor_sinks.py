@@ -18,13 +18,14 @@ from rich.console import Console
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.monitor.curves import curves_of
 from spes_p2p.monitor.events import Event, JsonlSink, replay
-from spes_p2p.monitor.page.snapshot import PageState, Snapshots
+from spes_p2p.monitor.page.snapshot import PageState, Snapshots, in_words
 from spes_p2p.monitor.sinks import ConsoleSink, Sink, SinkError, Sinks, render
 from spes_p2p.monitor.view import Sample, SwarmView, fold, short_id
 from spes_p2p.swarm.names import slot_ranges
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
     TOTAL_ROUNDS,
+    body,
     claim,
     empty_view,
     peer_id,
@@ -109,6 +110,20 @@ def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path: P
     assert again.published == view.published and again.rounds == view.rounds and again.coverage == view.coverage
 
 
+def test_the_tokens_of_rounds_before_a_monitor_came_survive_its_restart(tmp_path: Path, capsys) -> None:
+    path, chain = tmp_path / "metrics.jsonl", [body(1, {0: 1000}), body(2, {0: 500, 1: 500})]
+    sinks = jsonl(path)
+    sinks.add("console", lambda: ConsoleSink("run", "plain"))
+    sinks.update(fold(empty_view(), snapshot(1.0, [claim(0, [0])], [], None, *chain)))
+    sinks.close()
+    assert "round 2/20  2 peers  loss -" in capsys.readouterr().out
+    told = [in_words(event) for event in events(path)]
+    assert told[-2:] == ["round 1: 1 peers, loss -", "round 2: 2 peers, loss -"]
+    again, _ = replay(path)
+    assert again.tokens == 2000 and again.rounds[2].num_peers == 2 and math.isnan(again.rounds[2].loss)
+    assert json.loads(json.dumps(Snapshots().of(PageState(again, FACTS)), allow_nan=False))["figures"]["rounds"] == 0
+
+
 def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
     path, views = tmp_path / "metrics.jsonl", small_history(3)
     feed(jsonl(path), views[:3])
@@ -176,8 +191,7 @@ def test_a_console_tells_of_old_slots_where_there_are_any() -> None:
     view = small_history(1)[-1]
     sink.update(view)
     assert "rounds old" not in stream.getvalue()
-    old = {key: metrics.model_copy(update={"round": 2, "stale_rounds": 2}) for key, metrics in view.reports.items()}
-    sink.update(replace(view, published=2, reports={(2, peer): metrics for (_, peer), metrics in old.items()}))
+    sink.update(fold(view, snapshot(9.0, [claim(0), claim(1)], [report(i, 2, stale_rounds=2) for i in range(2)])))
     assert "slots up to 2 rounds old" in stream.getvalue().splitlines()[-1]
 
 
@@ -200,24 +214,23 @@ def test_a_console_that_is_no_terminal_gets_one_line_per_round_and_per_evaluatio
 def test_a_rounds_line_waits_for_the_reports_of_all_its_members() -> None:
     sink, stream = plain(width=200)
     claims = [claim(index) for index in range(3)]
-    first = [report(index, 1, num_members=3) for index in range(2)]
-    view = fold(empty_view(), snapshot(1.0, claims, first, {0: 1, 1: 1, 2: 1}))
+    first, of_round = [report(index, 1) for index in range(2)], body(1, dict.fromkeys(range(3), 1000))
+    view = fold(empty_view(), snapshot(1.0, claims, first, None, of_round))
     assert view.published == 1
     sink.update(view)
     assert not stream.getvalue()
-    sink.update(fold(view, snapshot(2.0, claims, [report(2, 1, num_members=3)], {2: 1})))
+    sink.update(fold(view, snapshot(2.0, claims, [report(2, 1)], None, of_round)))
     assert stream.getvalue().startswith("round 1/20  3 peers")
 
 
 def test_a_round_whose_last_report_never_comes_is_shown_in_the_end() -> None:
     sink, stream = plain(width=200)
     claims = [claim(index) for index in range(3)]
-    sink.update(
-        fold(empty_view(), snapshot(1.0, claims, [report(i, 1, num_members=3) for i in range(2)], {0: 1, 1: 1}))
-    )
+    of_round = body(1, dict.fromkeys(range(3), 1000))
+    sink.update(fold(empty_view(), snapshot(1.0, claims, [report(i, 1) for i in range(2)], None, of_round)))
     assert not stream.getvalue()
     sink.close()
-    assert stream.getvalue().startswith("round 1/20  2 peers")
+    assert stream.getvalue().startswith("round 1/20  3 peers")
 
 
 def test_a_resumed_console_repeats_no_round() -> None:

@@ -1,9 +1,10 @@
-"""The view is a fold: what it says depends on the records alone, and on no single peer's word."""
+"""The view is a fold: what it says depends on certificates and records alone, and on no single peer's word."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,13 +15,17 @@ from spes_p2p.monitor.view import (
     KEPT_ROUNDS,
     MAX_PEERS,
     WEIGHT_CAP,
+    Snapshot,
     SwarmView,
     fold,
+    look,
     summarise,
 )
+from spes_p2p.swarm.records import Claim, Metrics, Progress
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
     TOTAL_ROUNDS,
+    body,
     claim,
     empty_view,
     peer_id,
@@ -31,17 +36,18 @@ from tests.unit.monitor.swarms import (
 
 
 def test_a_report_read_twice_counts_once_and_the_first_stands() -> None:
-    view = fold(empty_view(), snapshot(1.0, [claim(0)], [report(0, 1, loss=4.0)]))
-    again = fold(view, snapshot(2.0, [claim(0)], [report(0, 1, loss=1.0, tokens=10**6)]))
+    of_round = body(1, {0: 1000})
+    view = fold(empty_view(), snapshot(1.0, [claim(0)], [report(0, 1, loss=4.0)], None, of_round))
+    again = fold(view, snapshot(2.0, [claim(0)], [report(0, 1, loss=1.0, tokens=10**6)], None, of_round))
     assert again.reports == view.reports and again.tokens == view.tokens == 1000
     assert again.rounds[1].loss == 4.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), max_size=30))
 def test_the_history_holds_each_peer_and_round_once_whatever_the_order(seen: list[tuple[int, int]]) -> None:
-    view = empty_view()
+    view, chain = empty_view(), [body(number, {}) for number in range(1, 7)]
     for time, (index, number) in enumerate(seen):
-        view = fold(view, snapshot(float(time), [claim(index)], [report(index, number)]))
+        view = fold(view, snapshot(float(time), [claim(index)], [report(index, number)], None, *chain))
     assert set(view.reports) == {(number, peer_id(index)) for index, number in seen}
 
 
@@ -51,12 +57,12 @@ def test_a_view_that_is_open_for_weeks_keeps_the_reports_of_the_last_rounds_alon
     log = EventLog(view)
     early = report(2, 1)  # of a peer that trains no more: its newest report stays what it is
     for number in range(1, TOTAL_ROUNDS + 1):
-        taken = [report(0, number), report(1, number), early]
-        view = fold(view, snapshot(float(number), [claim(0), claim(1), claim(2)], taken, {0: number, 1: number}))
+        taken, of_round = [report(0, number), report(1, number), early], body(number, dict.fromkeys(range(3), 1000))
+        view = fold(view, snapshot(float(number), [claim(0), claim(1), claim(2)], taken, None, of_round))
         assert len(view.reports) <= 2 * KEPT_ROUNDS + 1
         events += log.of(view)
     assert {number for number, _ in view.reports} == set(range(TOTAL_ROUNDS - KEPT_ROUNDS + 1, TOTAL_ROUNDS + 1))
-    assert list(view.rounds) == list(range(1, TOTAL_ROUNDS + 1)) and view.tokens == 1000 * (2 * TOTAL_ROUNDS + 1)
+    assert list(view.rounds) == list(range(1, TOTAL_ROUNDS + 1)) and view.tokens == 3000 * TOTAL_ROUNDS
     told = [(event["round"], event["peer_id"]) for event in events if event["kind"] == "report"]
     assert len(told) == len(set(told)) == 2 * TOTAL_ROUNDS + 1
     assert view.peers[peer_id(2)].report == early
@@ -65,32 +71,35 @@ def test_a_view_that_is_open_for_weeks_keeps_the_reports_of_the_last_rounds_alon
 def test_reports_of_rounds_far_ahead_do_not_pile_up() -> None:
     """A member can sign a report of another future round every few seconds, for days."""
     view, claims = replace(empty_view(), total_rounds=1000), [claim(index) for index in range(4)]
-    honest = [report(index, 3) for index in range(1, 4)]
+    honest, of_round = [report(index, 3) for index in range(1, 4)], body(3, dict.fromkeys(range(1, 4), 1000))
     for number in range(4, 200):
-        view = fold(view, snapshot(float(number), claims, [report(0, number), *honest], dict.fromkeys(range(1, 4), 3)))
+        view = fold(view, snapshot(float(number), claims, [report(0, number), *honest], None, of_round))
     assert len(view.reports) <= len(honest) + KEPT_ROUNDS
 
 
-@given(st.lists(st.integers(0, TOTAL_ROUNDS), min_size=1, max_size=9), st.data())
-def test_liars_in_the_minority_move_no_round(honest: list[int], data: st.DataObject) -> None:
-    """However few or many they are, as long as they are fewer."""
-    num_liars = data.draw(st.integers(0, len(honest) - 1))
-    rounds = dict(enumerate(honest)) | {len(honest) + i: 2**53 for i in range(num_liars)}
-    reports = [report(i, number) for i, number in rounds.items()]
-    view = fold(empty_view(), snapshot(1.0, map(claim, rounds), reports, rounds))
-    assert view.published <= max(honest) and view.round <= max(honest)
-    later = [report(i, TOTAL_ROUNDS) for i in rounds if i >= len(honest)]
-    view = fold(view, snapshot(2.0, map(claim, rounds), later, rounds))
-    assert view.published <= max(honest)
-    assert all(number <= max(honest) for number in view.rounds)
+def test_progress_and_reports_move_no_round_that_no_certificate_names() -> None:
+    ghosts, reports = range(2, 9), [report(index, TOTAL_ROUNDS) for index in range(2, 9)]
+    of_round = body(1, {0: 1000, 1: 1000})
+    taken = snapshot(1.0, map(claim, range(9)), reports, dict.fromkeys(ghosts, 2**53), of_round)
+    view = fold(empty_view(), taken)
+    assert view.published == 1 and list(view.rounds) == [1] and (view.tokens, view.rounds[1].num_peers) == (2000, 2)
 
 
-def test_a_round_is_complete_once_more_than_half_have_reported_it() -> None:
-    claims = [claim(i) for i in range(4)]
-    view = fold(empty_view(), snapshot(1.0, claims, [report(0, 1), report(1, 1)]))
-    assert view.published == 0 and not view.rounds
-    view = fold(view, snapshot(2.0, claims, [report(2, 1)]))
-    assert view.published == 1 and view.rounds[1].num_peers == 3
+def test_a_page_that_comes_late_has_the_tokens_of_all_rounds_whose_certificates_are_kept() -> None:
+    chain = [body(number, {0: 1000, 1: 500}) for number in range(1, 6)]
+    view = fold(empty_view(), snapshot(1.0, [claim(0), claim(1)], [report(0, 5), report(1, 5)], None, *chain))
+    assert view.published == 5 and view.tokens == 7500 and view.rounds[1].num_peers == 2
+    assert math.isnan(view.rounds[1].loss) and math.isnan(view.rounds[1].tokens_per_second), "no report has come"
+    assert view.rounds[5].loss == 4.0 and view.newest == view.rounds[5]
+    thinned = fold(view, snapshot(2.0, [claim(0)], [], None, *chain[2:]))
+    assert thinned.rounds == view.rounds, "a chain drops old certificates, a page what it made of them does not"
+
+
+def test_a_run_that_went_back_has_no_figure_of_the_rounds_that_it_left() -> None:
+    view = small_history(3)[-1]
+    other = body(2, {0: 10})
+    back = fold(view, snapshot(99.0, [claim(0)], [], None, view.bodies[3].model_copy(update={"round": 1}), other))
+    assert back.published == 2 and list(back.rounds) == [1, 2] and back.rounds[2].tokens == 10
 
 
 def test_a_complete_round_stays_complete_when_everybody_leaves() -> None:
@@ -115,7 +124,8 @@ def test_a_complete_round_stays_complete_when_everybody_leaves() -> None:
 )
 def test_a_number_that_no_machine_could_mean_drops_its_report(absurd: dict) -> None:
     lie = report(0, **({"round": 1} | absurd))
-    view = fold(empty_view(), snapshot(1.0, [claim(0), claim(1)], [lie, report(1, 1)]))
+    taken = snapshot(1.0, [claim(0), claim(1)], [lie, report(1, 1)], None, body(1, {0: 1000, 1: 1000}))
+    view = fold(empty_view(), taken)
     assert set(view.reports) == {(1, peer_id(1))}
 
 
@@ -125,47 +135,50 @@ def test_a_report_that_is_not_finite_is_dropped_even_if_it_got_past_its_record()
 
 
 @given(st.lists(st.integers(1, 5000), min_size=3, max_size=12), st.integers(1, 10**12))
-def test_one_peers_tokens_outweigh_nobody_by_more_than_the_cap(honest: list[int], lie: int) -> None:
-    reports = [report(i, 1, tokens=tokens, loss=4.0) for i, tokens in enumerate(honest)]
-    summary = summarise([*reports, report(99, 1, tokens=lie, loss=0.0)])
+def test_one_members_tokens_outweigh_nobody_by_more_than_the_cap(honest: list[int], lie: int) -> None:
+    summary = summarise(body(1, {**dict(enumerate(honest)), 99: lie}, voters=range(len(honest))), [])
     assert summary.tokens <= sum(honest) + WEIGHT_CAP * max(honest)
-    assert 0.0 < summary.loss <= 4.0
 
 
-def test_the_round_loss_is_the_voters_median() -> None:
+def test_tokens_and_members_are_those_of_the_certificate_whatever_peers_report() -> None:
+    """A member that reports other tokens, and a peer that is no member, change nothing."""
+    of_round = body(1, {0: 1000, 1: 500})
+    lies = [report(0, 1, tokens=10**6), report(5, 1, tokens=10**6, train_seconds=900.0, dropped=7, loss=0.0)]
+    assert summarise(of_round, lies) == summarise(of_round, [report(0, 1)])
+    assert (summarise(of_round, lies).tokens, summarise(of_round, []).num_peers) == (1500, 2)
+
+
+def test_a_rounds_loss_and_times_are_its_voters_medians() -> None:
     """Of all that have trained if no voter has."""
-    honest = [report(i, 1, loss=loss) for i, loss in enumerate((2.0, 3.0, 7.0))]
-    lies = [report(i, 1, loss=0.0) for i in range(10, 16)]
-    view = fold(
-        empty_view(), replace(snapshot(1.0, [claim(0)], [*honest, *lies]), voters=frozenset(map(peer_id, range(3))))
-    )
-    assert summarise([*honest, *lies], view.voters).loss == 3.0
-    assert summarise([*honest, *lies]).loss == 0.0 and summarise(honest[:2]).loss == 2.5
+    honest = [report(i, 1, loss=loss, train_seconds=8.0 + i) for i, loss in enumerate((2.0, 3.0, 7.0))]
+    lies = [report(i, 1, loss=0.0, train_seconds=0.0) for i in range(10, 16)]
+    tokens = dict.fromkeys((*range(3), *range(10, 16)), 1000)
+    summary = summarise(body(1, tokens, voters=range(3)), [*honest, *lies])
+    assert summary.loss == 3.0 and summary.seconds == 11.0 and summary.phases["train"] == 9.0
+    assert summarise(body(1, tokens), [*honest, *lies]).loss == 0.0
+    assert summarise(body(1, tokens), honest[:2]).loss == 2.5
+    idle = summarise(body(1, {**tokens, 0: 0}, voters=[0]), [report(0, 1, tokens=0, loss=None), *honest[1:]])
+    assert idle.loss == 5.0, "the only voter has trained nothing"
 
 
 def test_the_rounds_figures_are_plain_ones() -> None:
-    summary = summarise([report(0, 1, tokens=1000, loss=2.0), report(1, 1, tokens=3000, loss=4.0)])
+    reports = [report(0, 1, tokens=1000, loss=2.0), report(1, 1, tokens=3000, loss=4.0)]
+    summary = summarise(body(1, {0: 1000, 1: 3000}), reports)
     assert summary.tokens_per_second == pytest.approx(4000 / 10.0)
     assert summary.sync_share == pytest.approx(0.2)
 
 
-def test_tokens_of_a_peer_that_committed_nothing_are_lost() -> None:
-    lost = report(1, 1, committed=0, loss=1.0)
-    assert summarise([report(0, 1), lost]).tokens == 1000
-    assert summarise([report(0, 1), lost]).loss == 4.0
-    assert math.isnan(summarise([lost]).loss)
-
-
-def test_who_has_trained_nothing_has_no_loss_and_counts_for_none() -> None:
-    nothing = report(1, 1, tokens=0, loss=None)
+def test_a_member_of_whose_tokens_none_count_has_no_loss() -> None:
+    nothing, of_round = report(1, 1, tokens=0, loss=None), body(1, {0: 1000, 1: 0})
     assert (1, peer_id(1)) in fold(empty_view(), snapshot(1.0, [claim(0), claim(1)], [nothing])).reports
-    assert summarise([report(0, 1), nothing]).loss == 4.0
-    assert math.isnan(summarise([nothing]).loss)
+    assert summarise(of_round, [report(0, 1), nothing]).loss == 4.0
+    assert summarise(of_round, [report(0, 1), report(1, 1, committed=0, loss=1.0)]).loss == 4.0
+    assert math.isnan(summarise(of_round, [nothing]).loss)
 
 
 def test_agreement_is_the_share_of_the_commonest_digest() -> None:
     reports = [report(i, 1, shared_digest=letter * 16) for i, letter in enumerate("aaab")]
-    assert summarise(reports).agreement == 0.75
+    assert summarise(body(1, dict.fromkeys(range(4), 1000)), reports).agreement == 0.75
 
 
 def test_coverage_counts_active_holders_and_names_orphans() -> None:
@@ -220,15 +233,28 @@ def test_held_out_losses_are_kept_by_round() -> None:
 
 def test_the_oldest_slot_of_anybodys_model_is_told_of() -> None:
     fresh, old, liar = report(0, 9), report(1, 9, stale_rounds=3), report(2, 9, stale_rounds=2**50)
-    assert summarise([fresh]).stale_rounds == 0
-    assert summarise([fresh, old]).stale_rounds == 3
-    assert summarise([fresh, old, liar]).stale_rounds == 9, "nothing is older than the run"
+    of_round = body(9, dict.fromkeys(range(3), 1000))
+    assert summarise(of_round, [fresh]).stale_rounds == 0
+    assert summarise(of_round, [fresh, old]).stale_rounds == 3
+    assert summarise(of_round, [fresh, old, liar]).stale_rounds == 9, "nothing is older than the run"
+
+
+class Known:
+    """A swarm whose last certificates know these peers, or no certificate is there yet."""
+
+    def __init__(self, known: set[str] | None, seen: Snapshot) -> None:
+        self.peer_id = peer_id(0)
+        self.known, self._records = lambda: known, {Claim: seen.claims, Progress: seen.progress, Metrics: seen.metrics}
+        self.now, self.read_now = lambda: seen.now, self._records.__getitem__
+        self.consensus = SimpleNamespace(bodies=lambda: seen.bodies)
 
 
 def test_records_of_peers_that_no_certificate_knows_change_no_figure() -> None:
     honest, ghosts = range(2), range(2, 6)
     reports = [report(i, 1) for i in honest] + [report(i, 1, tokens=10**6) for i in ghosts]
-    seen = snapshot(1.0, map(claim, [*honest, *ghosts]), reports)
-    alone = fold(empty_view(), snapshot(1.0, map(claim, honest), reports[:2]))
-    assert fold(empty_view(), seen.of({peer_id(i) for i in honest})).rounds == alone.rounds
-    assert fold(empty_view(), seen.of(None)).tokens > alone.tokens, "before the first certificate all peers count"
+    of_round = body(1, {0: 1000, 1: 1000})
+    seen = snapshot(1.0, map(claim, [*honest, *ghosts]), reports, dict.fromkeys(ghosts, 2**53), of_round)
+    alone = fold(empty_view(), snapshot(1.0, map(claim, honest), reports[:2], None, of_round))
+    assert fold(empty_view(), look(Known({peer_id(1)}, seen))) == alone, "this peer, and whom a certificate knows"  # type: ignore[arg-type]
+    before = replace(seen, bodies={})
+    assert len(fold(empty_view(), look(Known(None, before))).peers) == 6, "before the first certificate all peers count"  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
 from tests.support.agreement import PEERS, last_body
-from tests.unit.monitor.swarms import claim, empty_view, peer_id, report
+from tests.unit.monitor.swarms import body, claim, empty_view, peer_id, report
 
 LAST = 3
 
@@ -28,9 +28,10 @@ class ScriptedSwarm:
 
     def __init__(self) -> None:
         self.peer_id, self.round, self.is_closed = peer_id(99), 0, False
-        self.members = [0, 1]
+        self.members, self.ghosts = [0, 1], list[int]()
         self.silences = 0
         self.watchdog = ScriptedWatchdog()
+        self.consensus = SimpleNamespace(bodies=self.bodies)
         self.reported: list[Archived] = []
         self.on_wait: Callable[[int], None] = lambda polls: None
         self.polls = 0
@@ -43,14 +44,17 @@ class ScriptedSwarm:
             self.silences -= 1
             raise TimeoutError
         records = {
-            Claim: [claim(i, [i]) for i in self.members],
+            Claim: [claim(i, [i]) for i in (*self.members, *self.ghosts)],
             Progress: [],
             Metrics: [report(i, self.round) for i in self.members] if self.round else [],
         }[kind]
         return {record.peer_id: record for record in records}
 
-    def known(self) -> None:
-        return None
+    def known(self) -> set[str] | None:
+        return {peer_id(i) for i in (0, 1)} if self.round else None
+
+    def bodies(self) -> Mapping[int, Body]:
+        return {number: body(number, dict.fromkeys(self.members, 1000)) for number in range(1, self.round + 1)}
 
     def last(self) -> Body:
         return last_body(PEERS[:2], round=self.round)
@@ -195,13 +199,16 @@ def test_silence_of_the_dht_is_waited_over() -> None:
     assert scene.watch.run() is Ending.FINISHED
 
 
-def test_a_swarm_without_claims_for_two_leases_is_gone() -> None:
+@pytest.mark.parametrize("ghosts", [[], [7, 8]], ids=["nobody", "strangers"])
+def test_a_swarm_without_claims_of_known_peers_for_two_leases_is_gone(ghosts: list[int]) -> None:
     scene = Scene(lease_seconds=0.1)
 
     def leave(polls: int) -> None:
-        scene.advance(polls)
+        assert polls < 2000, "strangers keep it here for ever"
         if scene.archive.evaluated[-1:] == [1]:
-            scene.swarm.members, scene.swarm.round = [], 0
+            scene.swarm.members, scene.swarm.ghosts = [], ghosts
+        else:
+            scene.advance(polls)
 
     scene.swarm.on_wait = leave
     began = time.monotonic()

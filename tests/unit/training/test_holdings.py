@@ -165,6 +165,16 @@ def test_few_newcomers_are_waited_for_and_in_fewer_rounds_the_more_they_miss(wor
     assert [missed for missed, is_expected in enumerate(waited) if is_expected] == [0, 1, 2, 4, 8]
     held.has_met(Roster([*roster, entry(10, (), last)], last), held.expected(held.claims()))
     assert one in held.expected(held.claims()), "it has come"
+    num_waited = 0
+    for index in range(16):
+        ghost = Member(world, 20 + index, 13, "active")
+        ghost.swarm.announce(Progress(peer_id=ghost.swarm.peer_id, round=2**53, ends_at=0.0))
+        newcomers[0].held.leave()
+        expected = held.expected(held.claims())
+        num_waited += expected > known
+        held.has_met(roster, expected)
+        ghost.held.leave()
+    assert num_waited == 5, "however many names an idle one has"
 
 
 def test_a_peer_that_missed_a_certificate_takes_over_what_it_names(world):
