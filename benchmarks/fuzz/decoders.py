@@ -24,7 +24,7 @@ from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
 from spes_p2p.swarm.manifest import Manifest, read_manifest
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.introductions import _Told
-from spes_p2p.swarm.records import Archived, Claim, Contact, ManifestRecord, Metrics, Progress, Record
+from spes_p2p.swarm.records import Claim, Contact, ManifestRecord, Metrics, Progress, Record
 from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.checkpoint import PeerState, decode_state, encode_state
@@ -43,7 +43,6 @@ def records(peer_id: str) -> list[Record]:
         Claim(peer_id=peer_id, state="active", slots=(1, 2), max_slots=4, since=1.0),
         Progress(peer_id=peer_id, round=3, ends_at=1e9),
         Metrics.model_validate({"peer_id": peer_id, **counts, **seconds, **other, **traffic}),
-        Archived(peer_id=peer_id, round=3),
         Contact(peer_id=peer_id, addresses=("/ip4/127.0.0.1/tcp/1",), software="0.1"),
     ]
 

@@ -28,7 +28,6 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest, Revisions
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
-from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import WholeModel
 
@@ -299,7 +298,6 @@ class Watch:
             self.view = replace(self.view, total_rounds=self._rounds.total)
             self._poll()
             if self._collect() >= self._rounds.total:
-                self._swarm.report(Archived(peer_id=self._swarm.peer_id, round=self._archived))
                 return Ending.FINISHED
             if self._job is None and (ending := self._lost()):
                 return ending

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shlex
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,6 @@ from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import TOKENIZER, Manifest
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Found, PeerCheckpoint, Saved
@@ -150,7 +148,7 @@ def _train(
     controls: Controls,
 ) -> None:
     """Train to the run's end. Until its data are read, a start may still fail."""
-    swarm, admission, revisions, max_slots = joined
+    swarm, admission, _, max_slots = joined
     tell = page.say if page is not None else _nothing
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.close)
@@ -190,7 +188,7 @@ def _train(
                 tell("leaving", LEAVING)
                 end.hand_over()
             raise
-        _serve_for_a_while(config, swarm, revisions.run.round.total, tell)  # which an interrupt ends at once
+        _serve_for_a_while(config, swarm, tell)  # which an interrupt ends at once
 
 
 def _trainer(config: PeerConfig, ranks: Ranks, admission: Admission) -> tuple[Trainer, LongTensor]:
@@ -256,18 +254,10 @@ def _hand_over(sync: Synchroniser, rounds: RoundConfig, seconds: float) -> None:
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
 
 
-def _serve_for_a_while(
-    config: PeerConfig, swarm: HivemindSwarm, last_round: int, tell: Callable[[str, str], None]
-) -> None:
-    """Keep the final versions within reach until a voter has archived them, or the time to serve is up."""
+def _serve_for_a_while(config: PeerConfig, swarm: HivemindSwarm, tell: Callable[[str, str], None]) -> None:
+    """Keep the final versions within reach for a while."""
     tell("serving", "the last round is trained; a monitor may fetch its model")
     seconds = SEED_SECONDS if config.seed_seconds is None else config.seed_seconds
     log.info("trained the last round; serving its versions for %.0f s", seconds)
-    deadline, is_archived = time.monotonic() + seconds, False
-    while time.monotonic() < deadline and not is_archived and not swarm.wait(1.0):
-        is_archived = any(
-            record.round >= last_round and peer in swarm.last().voters  # type: ignore[attr-defined]  # guard: archived-voters
-            for peer, record in swarm.read(Archived).items()
-        )
-    export = f"; its model: spes export {shlex.quote(str(config.output))}"
-    log.info("the run is finished%s", "" if is_archived else export)
+    swarm.wait(seconds)
+    log.info("the run is finished; its model: spes export %s", shlex.quote(str(config.output)))

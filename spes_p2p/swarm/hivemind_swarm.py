@@ -32,7 +32,7 @@ from spes_p2p.swarm.p2p.machine import Machine
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.part import Outcome, Part, Rules
-from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record
+from spes_p2p.swarm.records import Claim, Contact, Metrics, Progress, Record
 from spes_p2p.swarm.roster import Member, Roster, stated_links
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class HivemindSwarm:
         """Store this peer's records and renew the latest of each kind until `close`."""
         self._membership.announce(*records)
 
-    def report(self, record: Metrics | Archived) -> None:
+    def report(self, record: Metrics) -> None:
         """Store a record once."""
         self._membership.report(record)
 

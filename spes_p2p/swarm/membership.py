@@ -12,7 +12,7 @@ from typing import Any
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.network import Network
-from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record
+from spes_p2p.swarm.records import Claim, Contact, Metrics, Record
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Membership:
                 self._renewed[type(record)] = record
                 self._store(record, self._rounds.lease_seconds)
 
-    def report(self, record: Metrics | Archived) -> None:
+    def report(self, record: Metrics) -> None:
         """Store a record once."""
         self._store(record, REPORT_SECONDS)
 

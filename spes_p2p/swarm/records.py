@@ -1,6 +1,6 @@
 """The records that the DHT may hold: strict, small, signed by their owner, and short-lived.
 
-A key such as `{run}.v11.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
+A key such as `{run}.v12.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
 before it trusts them, and JSON has no types that execute code.
 """
 
@@ -16,7 +16,7 @@ from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
 
-PROTOCOL = "v11"
+PROTOCOL = "v12"
 NUM_BUCKETS = 4
 """Keys that peers' records are spread over, so that a key's dictionary stays far below libp2p's 4 MiB."""
 MAX_RECORD_BYTES = 1536
@@ -186,14 +186,6 @@ class Metrics(Record):
     """Largest lag of a slot of this peer's model behind its holders' version, in rounds."""
 
 
-class Archived(Record):
-    """A monitor has pulled the whole model of this round."""
-
-    kind: ClassVar[str] = "archived"
-
-    round: Count
-
-
 class Contact(Record):
     """A peer's addresses and software."""
 
@@ -204,4 +196,4 @@ class Contact(Record):
     software: Software
 
 
-RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Contact)
+RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Contact)

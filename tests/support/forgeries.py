@@ -68,7 +68,6 @@ def honest_record(kind, peer_id) -> Record:
             **dict.fromkeys(["round", "step", "tokens", "total_tokens", "num_members", "committed", "dropped"], 3),
             **dict.fromkeys(["train", "matchmaking", "averaging", "exchange", "other"], 0),
         },
-        "archived": {"round": 3},
         "contacts": {"addresses": ("/ip4/127.0.0.1/tcp/1",), "software": "0.1"},
     }[kind]
     if kind == "metrics":

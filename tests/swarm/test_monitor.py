@@ -18,14 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.commands.monitor import MonitorConfig, main
-from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, PeerConfig, RoundConfig, RunConfig
+from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.monitor.stores import open_store
 from spes_p2p.monitor.uploads import MANIFEST_FILE, StoredCheckpoints
-from spes_p2p.peer.life import _serve_for_a_while
 from spes_p2p.peer.restart import LEAST_SECONDS
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.certificate import Body
@@ -36,7 +35,7 @@ from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.part import Outcome, Part
-from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member, Roster
 from tests.unit.monitor.swarms import report
 
@@ -206,7 +205,6 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
         peers[1].declare(1, [1])
         config = settings(tmp_path, peers, text=[text], upload=str(tmp_path / "store"))
         assert main(config) == 0
-        assert any(record.round == 1 for record in peers[0].swarm.read(Archived).values())
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
         for name, weight in trained.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], weight), name
@@ -230,21 +228,6 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
     printed = capsys.readouterr().out
     assert "round 1/1  2 peers" in printed
     assert printed.count(f"{measured[1]:.4f}") == 1, "an evaluation is printed once"
-
-
-def test_only_a_voter_ends_the_time_for_which_peers_serve_the_last_round(tmp_path: Path) -> None:
-    with swarm_of(tmp_path, num_peers=3, total=1) as ((founder, stranger, peer), _, _):
-
-        def served_after_archived_by(one: Peer, seconds: float) -> float:
-            one.swarm.report(Archived(peer_id=one.swarm.peer_id, round=1))
-            wait_until(lambda: one.swarm.peer_id in peer.swarm.read(Archived))
-            began = time.monotonic()
-            config = PeerConfig(run_id="watched", output=tmp_path / "peer", seed_seconds=seconds)
-            _serve_for_a_while(config, peer.swarm, 1, lambda *_: None)
-            return time.monotonic() - began
-
-        assert served_after_archived_by(stranger, 4.0) >= 4.0
-        assert served_after_archived_by(founder, 60.0) < 30.0
 
 
 @pytest.mark.full
@@ -288,7 +271,6 @@ def test_a_monitor_whose_p2pd_dies_starts_itself_anew_and_sees_the_run_to_its_en
         peer.declare(2, [0, 1, 2])
         assert monitor.end() == 0, monitor.tail()
         commands.wait_until_gone()
-        assert any(record.round == 2 for record in peer.swarm.read(Archived).values())
     loaded = AutoModelForCausalLM.from_pretrained(output / "model")
     assert torch.equal(loaded.state_dict()["lm_head.weight"], models[1].state_dict()["lm_head.weight"])
     assert {1, 2} <= {event["round"] for event in events(output, "evaluation")}

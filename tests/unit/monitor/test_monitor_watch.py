@@ -16,7 +16,7 @@ from spes_p2p.monitor.view import Sample, SwarmView
 from spes_p2p.monitor.watch import Ending, HeldOut, Watch, plan_pull, pull_round
 from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from spes_p2p.swarm.records import Claim, Metrics, Progress
 from tests.support.agreement import PEERS, last_body
 from tests.unit.monitor.swarms import body, claim, empty_view, peer_id, report
 
@@ -32,7 +32,6 @@ class ScriptedSwarm:
         self.silences = 0
         self.watchdog = ScriptedWatchdog()
         self.consensus = SimpleNamespace(bodies=self.bodies)
-        self.reported: list[Archived] = []
         self.on_wait: Callable[[int], None] = lambda polls: None
         self.polls = 0
 
@@ -58,9 +57,6 @@ class ScriptedSwarm:
 
     def last(self) -> Body:
         return last_body(PEERS[:2], round=self.round)
-
-    def report(self, record: Archived) -> None:
-        self.reported.append(record)
 
     def wait(self, seconds: float) -> bool:
         time.sleep(0.002)
@@ -148,15 +144,7 @@ def test_every_round_is_evaluated_and_the_last_one_archived() -> None:
     assert scene.told == [(1, 5.0), (2, 4.0)], (
         "tasks run on what training has made, and on the last model when the swarm is left"
     )
-    assert scene.saved == [LAST] and [record.round for record in scene.swarm.reported] == [LAST]
-
-
-def test_the_model_is_saved_before_peers_may_leave() -> None:
-    scene = Scene()
-    scene.swarm.on_wait = scene.advance
-    scene.swarm.report = lambda record: scene.swarm.reported.append(scene.saved[-1])  # type: ignore[method-assign]
-    scene.watch.run()
-    assert scene.swarm.reported == [LAST]
+    assert scene.saved == [LAST]
 
 
 def test_rounds_between_evaluations_are_left_out_but_the_last_is_not() -> None:
@@ -214,7 +202,7 @@ def test_a_swarm_without_claims_of_known_peers_for_two_leases_is_gone(ghosts: li
     began = time.monotonic()
     assert scene.watch.run() is Ending.VANISHED
     assert time.monotonic() - began >= 0.2
-    assert scene.recorder.evaluations[-1][0] == 1 and not scene.swarm.reported and not scene.saved
+    assert scene.recorder.evaluations[-1][0] == 1 and not scene.saved
 
 
 def test_a_dht_process_that_has_died_ends_the_watch() -> None:
@@ -229,7 +217,7 @@ def test_a_dht_process_that_has_died_ends_the_watch() -> None:
 
     scene.swarm.on_wait = die
     assert scene.watch.run() is Ending.CUT_OFF
-    assert scene.recorder.evaluations[-1] == (1, 5.0) and not scene.swarm.reported
+    assert scene.recorder.evaluations[-1] == (1, 5.0) and not scene.saved
 
 
 def test_a_monitor_without_p2pd_does_not_take_the_swarm_for_gone() -> None:
