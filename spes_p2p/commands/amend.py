@@ -72,6 +72,8 @@ def changed(base: RunConfig, given: RunConfig) -> RunConfig:
     """
     document = base.model_dump(mode="json")
     for name, value in settings_by_name(given, is_set=True).items():
+        if name == "revoked_invites":  # those revoked before stay so
+            value = list(dict.fromkeys([*base.revoked_invites, *value]))
         section, _, field = name.partition(".")
         if name not in OWN:
             document[section] = {**(document[section] or {}), field: value} if field else value
@@ -103,6 +105,9 @@ def _say(number: int, old: RunConfig, new: RunConfig, last: Body) -> None:
     say(f"revision {number} of the run's settings, after round {last.round}:")
     for name, (before, after) in changes(old, new).items():
         say(f"  {name}: {_short(before)} -> {_short(after)}")
+    for letters in new.revoked_invites:
+        if not any(invite.startswith(letters) for invite in last.seats.values()):
+            say(f"  nobody has voted by an invite {letters}...: compare the letters with those on the page")
     rates = [rate_of_step(run, last.round) for run in (old, new)]
     if rates[0] != rates[1]:
         say(f"  learning rate of the next round: {rates[0]:.3g} -> {rates[1]:.3g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from spes_p2p.commands.amend import founder_of
@@ -10,8 +11,10 @@ from spes_p2p.config.link import JoinLink
 from spes_p2p.monitor.model_folder import ModelFolder
 from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.presentation import say
-from spes_p2p.swarm.invites import issue
+from spes_p2p.swarm.invites import SHOWN_LETTERS, issue
 from spes_p2p.swarm.p2p.identity import IdentityKeys
+
+log = logging.getLogger(__name__)
 
 DAY_SECONDS = 86_400
 
@@ -30,4 +33,9 @@ def main(config: InviteConfig) -> int:
     for _ in range(config.count):
         invite = issue(keys, manifest.digest, expires, places=config.places, votes=config.votes)
         say(invite if link is None else link.model_copy(update={"invite": invite}).encode())
+        kind = "to vote" if config.votes else "to train"
+        end = time.strftime("%Y-%m-%d", time.gmtime(expires))
+        log.info("invite %s %s, %d places, until %s (UTC)", invite[:SHOWN_LETTERS], kind, config.places, end)
+    if not (config.votes or manifest.config.invite_only):
+        log.warning("anyone may train in this run: add --votes, or these invites give nothing")
     return 0

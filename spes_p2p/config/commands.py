@@ -303,7 +303,7 @@ class TokenizeConfig(CommandConfig):
 
 
 class InviteConfig(CommandConfig):
-    """Print invites to a run, one a line: to train, if it was founded with --run.invite-only, or also to vote."""
+    """Print invites to a run, one link a line: to vote, or only to train in a run founded with --run.invite-only."""
 
     model_config = SettingsConfigDict(env_prefix="SPES_INVITER_", cli_prog_name="spes invite")
 
@@ -319,7 +319,7 @@ class InviteConfig(CommandConfig):
     """Machines that may use each invite."""
     days: Annotated[int, Field(ge=1, le=3650)] = 30
     """Days for which they are valid."""
-    log_level: str = "warning"
+    log_level: str = "info"
     """Least severe event to log."""
 
 
@@ -400,7 +400,7 @@ class ExportConfig(CommandConfig):
 class AmendConfig(CommandConfig):
     """Prolong or anneal a run that is under way, or has ended: change settings that its founder has signed.
 
-    Only rounds, learning rate, its schedule, and the weights of a mixture of data can change.
+    Only rounds, learning rate, its schedule, the weights of a mixture of data, and revoked invites can change.
     """
 
     model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend", extra="ignore")

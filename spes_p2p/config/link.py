@@ -41,7 +41,7 @@ class JoinLink(Frozen):
     addresses: tuple[Address, ...] = Field(min_length=1, max_length=MAX_ADDRESSES)
     invite: InviteText = ""
     recent: RecentText = ""
-    """Round and digest of a recent certificate; none before the first one."""
+    """Round and digest of a recent certificate, or of the founding."""
 
     @property
     def founded(self) -> str:

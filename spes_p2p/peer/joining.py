@@ -403,12 +403,12 @@ def own_invite(text: str) -> str:
     if not text or is_invite(text):
         return text
     try:
-        word = Path(text).read_text().strip()
+        word = text if text.startswith("spes:") else Path(text).read_text().strip()
     except (OSError, ValueError) as error:
         raise ConfigError("--invite is neither an invite nor a file with one; ask the founder for another") from error
     invite = word if is_invite(word) else JoinLink.parse(word).invite
     if not invite:
-        raise ConfigError(f"--invite: the link in {text} has none; ask the founder for another")
+        raise ConfigError("--invite: the link has none; ask the founder for another")
     return invite
 
 

@@ -139,8 +139,10 @@ class PeerPage:
             stage, why = "waiting", words
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
-        self._controls.live(why if stage in ("waiting", "alone") else self._why)
         last = self._swarm.last()
+        vote = "and votes" if self._swarm.peer_id in last.voters else "without a vote"
+        trains = f"it trains, {vote}" if last.round else ""
+        self._controls.live({"waiting": f"waiting {why}", "alone": why}.get(stage, self._why or trains))
         calls = f"calls others only; {self._swarm.links.told()}" if self._swarm.node.client_mode else "yes"
         return Own(
             peer_id=self._swarm.peer_id,

@@ -23,7 +23,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.chain import Chain, ChainFile
 from spes_p2p.swarm.following import Following
-from spes_p2p.swarm.invites import GuestList
+from spes_p2p.swarm.invites import SHOWN_LETTERS, GuestList
 from spes_p2p.swarm.network import Network
 from spes_p2p.swarm.part import Part, Rules
 from spes_p2p.swarm.promises import PromiseFile
@@ -100,6 +100,8 @@ class Consensus:
         self._deciding: asyncio.Task[Body | None] | None = None
         self._waits_for: tuple[str, ...] = ()
         """Voters that the open round waits for."""
+        self._votes: bool | None = None
+        """Whether this peer votes, as it has said; None before the first certificate."""
         chain, promises = self._file.load(), PromiseFile(directory / PROMISES)
         kept = promises.load()
 
@@ -210,7 +212,17 @@ class Consensus:
             if on_wait():
                 self._network.notify(self._deciding.cancel)  # type: ignore[arg-type]
                 return None
+        self._say_vote()
         return None if self._deciding.cancelled() else self._deciding.result()
+
+    def _say_vote(self) -> None:
+        """Say it if this peer votes from now on, or no more."""
+        last, me = self.last(), self._network.peer_id
+        votes = me in last.voters
+        if last.round and votes is not self._votes:
+            self._votes = votes
+            by = f"by invite {last.seats[me][:SHOWN_LETTERS]}" if last.seats.get(me) else "as the founder"
+            log.info("this peer %s", f"votes, {by}" if votes else "trains without a vote")
 
     def waiting(self) -> str:
         """Return for which voters the open round waits, and what helps; empty while enough of them answer."""
@@ -218,10 +230,12 @@ class Consensus:
         if not missing:
             return ""
         seconds = max(0.0, self._network.now() - max(last.ends_at, self._agreement.following.opened_at))
+        others = f"others that vote, or did, go on after {self._rules.shrink_seconds:.0f} s"
+        is_seated = self._network.peer_id in last.seats
+        sooner = " (this peer sooner: start it again with --resume --alone)" if is_seated else ""
         return (
             f"for {', '.join(peer[-6:] for peer in missing)} since {seconds:.0f} s; keeping round {last.round}, trying "
-            f"all known addresses; start them again, or other voters go on after {self._rules.shrink_seconds:.0f} s "
-            f"(sooner: start again with --resume --alone)"
+            f"all known addresses; start them again, or {others}{sooner}"
         )
 
     def state(self, revision: Revision) -> None:

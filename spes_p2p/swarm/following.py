@@ -90,7 +90,10 @@ class Following:
 
     def follow(self, certificate: Certificate) -> None:
         """Add a certificate to the chain, in place of those of its round and later."""
-        last = self.chain.last
+        last, body = self.chain.last, certificate.body
+        if absent := body.shrunk or body.stood_in_for:
+            names = ", ".join(peer[-6:] for peer in absent)
+            log.warning("round %d: decided without %s; not final for a day: they may have gone on", body.round, names)
         self.chain.add(certificate, self._skips, is_in_time=self._is_in_time(certificate))
         self.opened_at = self._wire.now()
         self._on_certificate(certificate, last)

@@ -35,7 +35,7 @@ MAX_WORSE = 0.1
 MAX_CHANCE = 0.2
 """Largest number of nats added to that for chance: what a round of this peer's own training has just added."""
 MAX_SHARED_WORSE = 0.3
-"""Nats per token by which a mean of `shared` may make the model worse before a voter confirms it."""
+"""Nats per token by which the means of `shared` that a voter confirms may make its model worse, over those rounds."""
 SLOT_SHARE = 0.5
 """Share of both that one slot may cause, summed over the rounds in which the model is that much worse."""
 MEMORY_ROUNDS = 8
@@ -74,6 +74,8 @@ class LossGate:
         self._losses: deque[float] = deque(maxlen=MEMORY_ROUNDS)
         self._rises: deque[float] = deque(maxlen=MEMORY_ROUNDS)
         self._harms: dict[VectorName, float] = {}
+        self._worse: dict[VectorName, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY_ROUNDS - 1))
+        """By how much the versions that this peer confirmed made its model worse."""
         self._lengths: dict[VectorName, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY_ROUNDS))
 
     def load(self, vectors: Mapping[VectorName, Tensor], adopted: Collection[VectorName] = ()) -> None:
@@ -121,16 +123,21 @@ class LossGate:
             self._losses.append(loss)
 
     def harmful(self, vectors: Mapping[VectorName, Tensor]) -> set[VectorName]:
-        """Return those of some new vectors that make this peer's model worse, which stays as it is."""
+        """Return those of some new vectors that make this peer's model worse, each alone; the model stays as it is.
+
+        Each is compared with the version before it in this peer's model as it has trained it, and harm adds up.
+        """
         found = set[VectorName]()
         for name, flat in vectors.items():
-            is_trained = name in self._trainer.names
+            is_trained, recent = name in self._trainer.names, self._worse[name]
             own = self._trainer.vector(name) if is_trained else self._sync.held.load(name)
             before = self._measure_with(name, self._sync.anchors.weights(name) if is_trained else own)
-            worse = self._measure_with(name, flat) - min([before, *self._losses])
+            worse = self._measure_with(name, flat) - before
             self._trainer.load({name: own})
-            if not worse <= (MAX_SHARED_WORSE if name == SHARED else MAX_WORSE):  # guard: harmful-mean
+            if not sum(recent) + worse <= (MAX_SHARED_WORSE if name == SHARED else MAX_WORSE):  # guard: harmful-mean
                 found.add(name)
+            else:
+                recent.append(max(worse, 0.0))  # guard: slow-harm-confirmed
         return found
 
     def _measure_with(self, name: VectorName, vector: Tensor) -> float:

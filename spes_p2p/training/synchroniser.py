@@ -6,7 +6,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -148,8 +148,9 @@ class Synchroniser:
         else:
             false = {name.weights for name, made in digests.items() if certified(body, name, {}) != made}
         if trained.tokens:
-            reasons = dict.fromkeys(sorted(false & staged.keys()), "the round's certificate names another version")
-            for reason, names in by_reason({**reasons, **result.dropped}).items():
+            reasons = {name: _why_false(name, body) for name in sorted(false & staged.keys())}
+            result = replace(result, dropped={**reasons, **result.dropped})
+            for reason, names in by_reason(result.dropped).items():
                 log.warning("round %d: dropped %s: %s", self.round + 1, names, reason)
         return result, {name: vector for name, vector in staged.items() if name.weights not in false}, body
 
@@ -309,3 +310,9 @@ class Synchroniser:
         """Return the progress records of those of `peers` that are other peers; no single one decides anything."""
         others = set(peers) - {self.swarm.peer_id}
         return [record for peer, record in self.swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
+
+
+def _why_false(name: VectorName, body: Body | None) -> str:
+    """Return why a round's certificate does not name what this peer has made of a vector."""
+    is_unchanged = body is not None and name.slot is not None and body.slots[name.slot].round < body.round
+    return "too few have confirmed it" if is_unchanged else "the round's certificate names another version"

@@ -213,7 +213,8 @@ def test_a_link_with_an_invite_lets_one_word_join_a_closed_run(
         assert guests.check(OTHER, show(peer.invite or "", founding, OTHER), now=0.0).votes
     assert one.invite != another.invite
     (tmp_path / "word").write_text(f"{link.model_copy(update={'invite': one.invite}).encode()}\n")
-    assert own_invite(str(tmp_path / "word")) == own_invite(one.invite or "") == one.invite
+    word = (tmp_path / "word").read_text().strip()
+    assert own_invite(str(tmp_path / "word")) == own_invite(word) == own_invite(one.invite or "") == one.invite
     (tmp_path / "word").write_text(link.encode())
     with pytest.raises(ConfigError, match="has none"):
         own_invite(str(tmp_path / "word"))

@@ -246,7 +246,9 @@ def test_a_voter_whose_others_have_left_goes_on_alone(three: Run) -> None:
 def test_a_voter_whose_others_have_died_waits_for_them_says_so_and_then_goes_on(
     three: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     last = three.decide("abc")
+    assert caplog.text.count("this peer votes, ") == 3
     for name in "bc":
         three.kill(name)
         three.gone.add(three.ids[name])
@@ -256,6 +258,7 @@ def test_a_voter_whose_others_have_died_waits_for_them_says_so_and_then_goes_on(
     words = f"round 2 waits for {', '.join(peer[-6:] for peer in last.voters if peer != three.ids['a'])} since"
     assert caplog.text.count(words) == 1 and not three.peers["a"].consensus.waiting()
     assert set(body.shrunk) == set(last.voters) - {three.ids["a"]}
+    assert f"decided without {', '.join(peer[-6:] for peer in body.shrunk)}; not final" in caplog.text
     assert three.decide("a").round == 3, "at once"
 
 

@@ -119,6 +119,12 @@ def test_each_changeable_setting_exists_and_a_revision_changes_something() -> No
         check_changes(settings(), settings())
 
 
+def test_what_is_revoked_stays_so() -> None:
+    first, second = ({"revoked_invites": [letters]} for letters in ("abcdef", "ghijkl"))
+    base = amend.changed(settings(), RunConfig.model_validate(first))
+    assert amend.changed(base, RunConfig.model_validate(second)).revoked_invites == ("abcdef", "ghijkl")
+
+
 def test_sources_of_a_mixture_stay_and_only_their_weights_change() -> None:
     old = settings(data=mixed([3], [1]).model_dump())
     check_changes(old, settings(data=mixed([3, 0], [1, 1], phases=[T * 10**6]).model_dump()))

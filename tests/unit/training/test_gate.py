@@ -399,3 +399,14 @@ def test_without_a_guest_whose_part_no_voter_confirms_the_round_is_made_again(mo
     chain = founder.swarm.consensus._agreement.chain
     assert [certificate.attempt for certificate in chain.certificates] == [1, 0, 0, 0], "it sits out some rounds"
     assert guest.swarm.last().round == 4, "it follows"
+
+
+def test_little_harm_adds_up_before_it_is_confirmed(monkeypatch):
+    gate, peer, _ = opened()
+    slot, before = VectorName.of_slot(1), loss_of(peer)
+    spoilt = peer.sync.held.load(slot) * 30
+    peer.trainer.load({slot: spoilt})
+    monkeypatch.setattr(gate_module, "MAX_WORSE", 1.5 * (loss_of(peer) - before))
+    peer.trainer.load({slot: peer.sync.held.load(slot)})
+    assert gate_module.MAX_WORSE > 0
+    assert [gate.harmful({slot: spoilt}) for _ in range(2)] == [set(), {slot}]
