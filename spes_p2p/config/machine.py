@@ -322,8 +322,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     client_mode: bool = False
     """Call others, but take no calls. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=4096)] | None = None
-    """The founder's invite or a link with one, or a file with it. A file, or SPES_INVITE, keeps it out of the process
-    list."""
+    """Invite, a link with one, or a file with either. A file, or SPES_INVITE, keeps it out of the process list."""
     identity: Path | None = None
     """File of this peer's key, created if missing; by default in `output`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -412,8 +412,7 @@ class Agreement:
             self._note_attempt(peer, attempt)
             (self.voter.forgetful.add if entry.is_lost else self.voter.forgetful.discard)(peer)
         of = self.attempts.of(attempt)
-        is_leader = last.leader(attempt) == self._me and entered.member is not None  # else it is told to all
-        if of is None or not is_leader or not self._may_enter(peer, attempt):
+        if of is None or entered.member is None or last.leader(attempt) != self._me or not self._may_enter(peer, attempt):
             return
         if of.meeting is not None:  # it is late, and waits for the next attempt, or for the certificate
             return self._post(peer, of.meeting)
