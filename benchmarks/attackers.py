@@ -20,7 +20,6 @@ from typing import Any, get_args
 from unittest import mock
 
 import torch
-from pydantic_settings import SettingsConfigDict
 from torch import Tensor
 
 from benchmarks.records import say_rows
@@ -89,8 +88,6 @@ RUN: Mapping[str, Any] = {
 
 class AttackersBenchmarkConfig(CommandConfig):
     """What one dishonest peer of eight can do."""
-
-    model_config = SettingsConfigDict(cli_prog_name="attackers.py")
 
     results: Path = RESULTS
     """Where each run's figures are kept."""

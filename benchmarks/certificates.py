@@ -28,7 +28,6 @@ from hivemind.dht import DHT, DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils.timed_storage import get_dht_time
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
 from benchmarks.faults import SURVIVORS
@@ -267,8 +266,6 @@ BOARD = Scoreboard(RESULTS / "certificates.json", Path("docs/benchmarks.md"), "C
 
 class CertificatesConfig(CommandConfig):
     """Who counts, and what it costs."""
-
-    model_config = SettingsConfigDict(cli_prog_name="certificates.py")
 
     only: list[Part] = []
     """Parts of the table to measure; by default all."""

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import write_json
@@ -45,8 +44,6 @@ RUN_ID = "checkpointing"
 
 class CheckpointingConfig(CommandConfig):
     """Training time lost to checkpointing."""
-
-    model_config = SettingsConfigDict(cli_prog_name="benchmarks.checkpointing")
 
     config: Path = Path("configs/local_experiment.yaml")
     """YAML file with the run's settings under `run`."""

@@ -12,8 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from pydantic_settings import SettingsConfigDict
-
 from benchmarks.records import say_rows
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
@@ -32,8 +30,6 @@ PERIOD_SECONDS = 600.0
 
 class ChurnBenchmarkConfig(CommandConfig):
     """What it costs that peers come and go."""
-
-    model_config = SettingsConfigDict(cli_prog_name="churn.py")
 
     study: Path = SWEEP
     """The sweep of churn."""

@@ -36,8 +36,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 class BenchmarkConfig(CommandConfig):
     """The local experiment, measured: throughput, time not spent training, and held-out loss beside baselines."""
 
-    model_config = {**CommandConfig.model_config, "cli_prog_name": "local_experiment.py"}
-
     output: Path = Path("runs/benchmark")
     """Directory for the experiment and the work of the baselines; what an earlier benchmark left there is replaced."""
     short: bool = False

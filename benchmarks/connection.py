@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveInt
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT, support
 from benchmarks.machine import Circumstances, load_average
@@ -33,8 +32,6 @@ HEAL_SECONDS, DEATH_SECONDS = 30.0, 15.0
 
 class ConnectionConfig(CommandConfig):
     """Splits of a swarm, and deaths of p2pd."""
-
-    model_config = SettingsConfigDict(cli_prog_name="python -m benchmarks.connection")
 
     repeats: PositiveInt = 5
     """Times that each is measured."""

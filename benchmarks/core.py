@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic_settings import SettingsConfigDict
-
 from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.tables import HEAD, Row, markdown_table
@@ -169,8 +167,6 @@ TABLES = {"core": FIGURES, "agreement": AGREEMENT}
 
 class CoreConfig(CommandConfig):
     """The core's figures."""
-
-    model_config = SettingsConfigDict(cli_prog_name="core.py")
 
     table: Literal["core", "agreement"] = "core"
     """Which table to print: the core's first part, or agreement, its second."""

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-from pydantic_settings import SettingsConfigDict
 from tokenizers import Tokenizer
 
 from benchmarks.at_most_once import history, steady
@@ -59,8 +58,6 @@ MB = 10**6
 
 class DataBenchmarkConfig(CommandConfig):
     """Measure own data."""
-
-    model_config = SettingsConfigDict(env_prefix="SPES_BENCH_DATA_", cli_prog_name="benchmarks/data.py")
 
     output: Path = ROOT / "benchmarks" / "results" / "data"
     """Where to write, without suffix."""

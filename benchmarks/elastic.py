@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.checkpointing import CheckpointingConfig
 from benchmarks.checkpointing import measure as measure_saving
@@ -259,8 +258,6 @@ BOARD = Scoreboard(RESULTS, Path("docs/benchmarks.md"), "ELASTIC", PARTS)
 
 class ElasticConfig(CommandConfig):
     """Peers that come, go and die."""
-
-    model_config = SettingsConfigDict(cli_prog_name="elastic.py")
 
     only: list[Part] = []
     """Parts of the table to measure; by default all."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from pydantic_settings import SettingsConfigDict
 from torch import LongTensor, Tensor, nn
 
 from benchmarks.machine import Circumstances, load_average
@@ -44,8 +43,6 @@ Device = Literal["cpu", "cuda"]
 
 class ExpertsConfig(CommandConfig):
     """The expert bank's speed against stock Hugging Face."""
-
-    model_config = SettingsConfigDict(cli_prog_name="experts.py")
 
     device: Device = "cpu"
     """Where to measure."""

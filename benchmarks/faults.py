@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeInt
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT, support
 from benchmarks.machine import Circumstances, load_average
@@ -43,8 +42,6 @@ JUDGES = ("fault_cluster.py", "fault_cases.py", "meetings.py", "misbehaving.py",
 
 class FaultsConfig(CommandConfig):
     """Faults in every phase of a round, and meetings."""
-
-    model_config = SettingsConfigDict(cli_prog_name="faults.py")
 
     repeats: NonNegativeInt = 20
     """Times that each fault strikes in each phase."""

@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import yaml
-from pydantic_settings import SettingsConfigDict
 from torch import LongTensor, Tensor
 
 from benchmarks.cluster import ROOT
@@ -60,8 +59,6 @@ Part = Literal["parity", "experts", "steps", "peers", "seven"]
 
 class GpuConfig(CommandConfig):
     """Results, speed and memory on a GPU."""
-
-    model_config = SettingsConfigDict(cli_prog_name="gpu.py")
 
     only: list[Part] = []
     """What to measure; by default all."""

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
 from benchmarks.passing import FAILED, PASSED, Outcome, run_tests
@@ -81,8 +80,6 @@ Markers = Mapping[str, Sequence[Marker]]
 
 class GuardsConfig(CommandConfig):
     """Select guards to remove."""
-
-    model_config = SettingsConfigDict(cli_prog_name="guards.py")
 
     only: list[str] = []
     """Ids, weaknesses, words of names, or parts of file names of the guards to remove; all guards by default."""

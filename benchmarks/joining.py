@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 
-from pydantic_settings import SettingsConfigDict
-
 from benchmarks.curves import COLOURS, LINES, canvas, loss_by_bytes, loss_by_steps, png
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
@@ -33,8 +31,6 @@ BENCHMARKS, PAGE = Path("docs/benchmarks.md"), Path("docs/convergence.md")
 
 class JoiningConfig(CommandConfig):
     """The sweep's figures beside what they had to reach."""
-
-    model_config = SettingsConfigDict(cli_prog_name="joining.py")
 
     study: Path = Path("configs/convergence.yaml")
     """The sweep."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks import network_rows
 from benchmarks.machine import load_average
@@ -66,8 +65,6 @@ BOARD = Scoreboard(Path("benchmarks/results/network.json"), Path("docs/benchmark
 
 class NetworkConfig(CommandConfig):
     """Rounds on an emulated internet."""
-
-    model_config = SettingsConfigDict(cli_prog_name="network.py")
 
     only: list[Part] = []
     """Parts of the table to measure; by default all."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import support
 from benchmarks.tables import Row
@@ -38,8 +37,6 @@ PULL_SECONDS = 1800.0
 
 class NewcomerConfig(CommandConfig):
     """Bytes that a newcomer downloads."""
-
-    model_config = SettingsConfigDict(cli_prog_name="newcomer.py")
 
     num_parameters: PositiveInt = 270_000_000
     """The model's, in fp32."""

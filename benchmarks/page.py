@@ -26,8 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic_settings import SettingsConfigDict
-
 from benchmarks.cluster import ROOT
 from benchmarks.passing import passing
 from benchmarks.scoreboard import Scoreboard
@@ -483,8 +481,6 @@ BOARD = Scoreboard(RESULTS, DOCUMENT, "PAGE", PARTS)
 
 class PageConfig(CommandConfig):
     """Measure the live page and what stands around it, and print the figures beside what they had to reach."""
-
-    model_config = SettingsConfigDict(cli_prog_name="page.py")
 
     only: list[Part] = []
     """Parts of the table to measure; by default all."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks import memory
 from benchmarks.experts import module_rows, step_rows
@@ -34,8 +33,6 @@ MAX_LOSS = {"bf16": None, "int8": 0.1, "nf4": 0.5}
 
 class PeerBenchmarkConfig(CommandConfig):
     """A peer's memory and speed."""
-
-    model_config = SettingsConfigDict(cli_prog_name="peer.py")
 
     study: Path = Path("configs/frozen_storage.yaml")
     """The sweep of frozen experts' precision."""

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from pydantic_settings import SettingsConfigDict
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.certificate_bytes import measure as decision_bytes
@@ -80,8 +79,6 @@ Part = Literal[
 
 class RealSizeConfig(CommandConfig):
     """Memory and time of peers of the 1B shape."""
-
-    model_config = SettingsConfigDict(cli_prog_name="real_size.py")
 
     only: list[Part] = []
     """What to measure; by default all."""

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic_settings import SettingsConfigDict
-
 from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.passing import passing
@@ -134,8 +132,6 @@ FIGURES = (
 
 class RecipeConfig(CommandConfig):
     """Measure the recipe."""
-
-    model_config = SettingsConfigDict(env_prefix="SPES_BENCH_RECIPE_", cli_prog_name="benchmarks/recipe.py")
 
     output: Path = ROOT / "benchmarks" / "results" / "recipe"
     """Where to write, without suffix."""

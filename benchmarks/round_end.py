@@ -20,8 +20,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic_settings import SettingsConfigDict
-
 from benchmarks.cluster import ROOT, support
 from benchmarks.testbed import TestBed
 from spes_p2p.cli import entry_point
@@ -38,8 +36,6 @@ REPORT = re.compile(rf"round (\d+): {NUM_PEERS} peers, .* (\d+\.\d) s training")
 
 class RoundEndConfig(CommandConfig):
     """The time of a round's end, against an older version."""
-
-    model_config = SettingsConfigDict(cli_prog_name="round_end.py")
 
     before: str = "09350f3"
     """Commit of the older version: by default the last one without certificates."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import write_json
@@ -31,8 +30,6 @@ from spes_p2p.training.trainer import Trainer
 
 class SpeedConfig(CommandConfig):
     """Tokens per second of simulated peers against plain training."""
-
-    model_config = SettingsConfigDict(cli_prog_name="simulator_speed.py")
 
     config: Path = Path("configs/local_experiment.yaml")
     """YAML file with the run's settings under `run`."""

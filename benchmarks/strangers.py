@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks import attackers as attackers_sweep
 from benchmarks.bit_flips import flip_downloads
@@ -180,8 +179,6 @@ BOARD = Scoreboard(Path("benchmarks/results/strangers.json"), Path("docs/benchma
 
 class StrangersConfig(CommandConfig):
     """A swarm among strangers."""
-
-    model_config = SettingsConfigDict(cli_prog_name="strangers.py")
 
     only: list[Part] = []
     """Parts of the table to measure; by default all."""

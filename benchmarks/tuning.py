@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic_settings import SettingsConfigDict
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -72,8 +71,6 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 class TuningConfig(CommandConfig):
     """Checkpoints and adapters, measured."""
-
-    model_config = SettingsConfigDict(cli_prog_name="benchmarks.tuning")
 
     only: list[Part] = [*PARTS]
     """Parts to measure."""

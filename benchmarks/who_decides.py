@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic_settings import SettingsConfigDict
-
 from benchmarks import attackers, histories
 from benchmarks.cluster import ROOT
 from benchmarks.history_cuts import absence_rows, swarm, virtually
@@ -96,8 +94,6 @@ HISTORIES, LINK_ROUNDS, MAX_LINK_BYTES = 10_000, 5_000, 320_000
 
 class WhoDecidesConfig(CommandConfig):
     """The table of attacks on decisions."""
-
-    model_config = SettingsConfigDict(cli_prog_name="who_decides.py")
 
     output: Path = ROOT / "benchmarks" / "results" / "who_decides"
     """Where to write, without suffix."""

@@ -19,7 +19,6 @@ if [ "${1:-}" = --all ]; then lane=full marks=""; shift; fi
 if [ $# -gt 0 ]; then exec "$python" -m pytest -m "$marks" "$@"; fi
 
 lane_log=${SPES_LANE_LOG:-}
-unset SPES_LANE_LOG  # commands refuse variables that they do not know and that begin like theirs
 failed=()
 mypy_pid=""
 mypy_output=$(mktemp)

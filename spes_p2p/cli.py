@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import difflib
 import errno
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -18,7 +20,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
@@ -26,20 +28,16 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from spes_p2p.config_file import read_settings
+from spes_p2p.config import NO_FLAG, WORD, CommandConfig
 from spes_p2p.errors import ConfigError, SpesError, in_flags
 from spes_p2p.presentation import printable, say, takes_escapes
 
-Settings = TypeVar("Settings", bound=BaseSettings)
+Settings = TypeVar("Settings", bound=CommandConfig)
 
-OTHER_PREFIXES = (
-    *("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_SIMULATE_", "SPES_PLAN_", "SPES_UPCYCLE_", "SPES_TOKENIZE_"),
-    *("SPES_INVITER_", "SPES_HEALTH_", "SPES_CTL_", "SPES_SERVICE_", "SPES_EXPORT_", "SPES_AMEND_"),
-    *("SPES_TEST_", "SPES_VENV"),
-)
-"""Variables of other commands, which begin like a peer's."""
+PREFIX = "SPES_"
+OTHER_VARIABLES = re.compile("SPES_(TEST_.*|VENV|LANE_LOG|REWRITE_GOLDENS)")
+"""Those of the repository's scripts and tests."""
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 120
@@ -59,203 +57,22 @@ CLAUSE = re.compile(r"[.;:] ")
 """Ends the part of a setting's text that `--help` shows."""
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 MANY = " ..."
-"""Ends the placeholder of a flag that takes several values."""
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 MAX_TRACEBACK_CHARS = 20_000
 MAX_SHOWN_CHARS = 200
 """Of a value in an error."""
 
 
-def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
-    """Return settings from flags over environment over the file named by `--config` over defaults.
-
-    Raises:
-        ConfigError: an unknown flag, variable or key, or a value that does not fit; one line with the remedy.
-    """
-    _check_environment(cls)
-    _check_file(cls, config := _config_of(cls, argv))
-    loaded: type[Settings] = type(cls.__name__, (cls,), {"model_config": {"yaml_file": config}, "__doc__": cls.__doc__})
-    try:
-        source: CliSettingsSource = CliSettingsSource(
-            loaded, cli_parse_args=_repeat_flags(cls, argv), cli_exit_on_error=False
-        )
-        return loaded(_cli_settings_source=source)  # type: ignore[call-arg]
-    except ValidationError as error:
-        raise ConfigError(explain(error, cls=cls)) from error
-    except SettingsError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise ConfigError(f"{reason}; {_did_you_mean(cls, argv)}see --help") from error
-
-
-def _did_you_mean(cls: type[BaseModel], argv: Sequence[str]) -> str:
-    """Return a suggestion for the first word that is no flag, if a flag resembles it."""
-    known = [name for flag in all_flags(cls) for name in flag.names]
-    words = (word.split("=")[0] for word in argv if word.startswith("--"))
-    unknown = next((word for word in words if word.replace("--no-", "--") not in known), "")
-    if hint := _foreign_hint(cls, unknown.removeprefix("--").replace("-", "_")):
-        return f"{hint}; "
-    return _like(unknown, known)
-
-
-def _like(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, known, 1)
-    return f"did you mean {close[0]}? " if close else ""
-
-
-def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
-    """Return `--text a b` as `--text a --text b`, which is how pydantic-settings takes lists.
-
-    It splits a value at commas, which must not split a path.
-    """
-    kinds = {name: flag.value for flag in all_flags(cls) for name in flag.names if flag.value.endswith(MANY)}
-    paths = {flag for flag, kind in kinds.items() if kind == PLACEHOLDERS[Path] + MANY}
-    words: list[str] = []
-    flag, is_first = "", True
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            flag, is_first = name, not equals
-            word = f"{name}={_unsplit(value)}" if equals and name in paths else word
-        elif flag in kinds:
-            words += [] if is_first else [flag]
-            is_first = False
-            word = _unsplit(word) if flag in paths else word
-        words.append(word)
-    return words
-
-
-def _unsplit(path: str) -> str:
-    """Return a path that would be split, or read as JSON, in quotes; a JSON list of paths as it is."""
-    try:
-        is_list = all(isinstance(each, str) for each in json.loads(path))
-    except (ValueError, TypeError, RecursionError):
-        is_list = not set(path) & set(',[{"')  # it needs no quotes
-    return path if is_list else json.dumps(path, ensure_ascii=False)
-
-
-def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
-    """Return the file to read, as the setting `config` would find it."""
-    if (field := cls.model_fields.get("config")) is None:
-        return None
-    path = os.environ.get(f"{cls.model_config.get('env_prefix') or ''}CONFIG", field.default)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?", type=Path, default=path and Path(path))
-    path = parser.parse_known_args(argv)[0].config
-    find = getattr(cls, "find_config", None)
-    return find(path) if find is not None and path is not None else path
-
-
-def _check_file(cls: type[BaseSettings], path: Path | None) -> None:
-    if path is None:
-        return
-    if path.exists() and not path.is_file():  # a pipe can be read once, and is read twice
-        raise ConfigError(f"--config {path} is no file; write the settings into one")
-    known = getattr(cls, "file_keys", None) or cls.model_fields
-    for key, value in read_settings(path, "--config").items():
-        if key not in known:
-            if hint := _foreign_hint(cls, str(key), value):
-                raise ConfigError(f"unknown key {key!r} in {path}: {hint}")
-            nested = {name: _nested(field.annotation) for name, field in cls.model_fields.items()}
-            if within := [name for name, model in nested.items() if model and str(key) in model.model_fields]:
-                raise ConfigError(f"unknown key {key!r} in {path}; write it below `{within[0]}:`, as {within[0]}.{key}")
-            raise ConfigError(f"unknown key {key!r} in {path}; {_like(str(key), known)}known keys: {', '.join(known)}")
-
-
-def _check_environment(cls: type[BaseSettings]) -> None:
-    """pydantic-settings ignores a mistyped top-level variable in silence; we do not."""
-    prefix = cls.model_config.get("env_prefix", "")
-    known = {f"{prefix}{name}".upper() for name in cls.model_fields}
-    for name in os.environ:
-        if name.startswith(OTHER_PREFIXES) and not prefix.startswith(OTHER_PREFIXES):
-            continue
-        if prefix and name.startswith(prefix) and name.split("__")[0].upper() not in known:
-            raise ConfigError(f"unknown environment variable {name}; unset it or see --help")
-
-
-def _foreign_hint(cls: type[BaseModel] | None, key: str, value: object = None) -> str:
-    """Return what a key of another program's settings is called here, if the command knows; see `CommandConfig`."""
-    foreign_hint: Callable[[str, object], str] = getattr(cls, "foreign_hint", lambda *_: "")
-    return foreign_hint(key, value)
-
-
-def explain(error: ValidationError, see: str = "--help", cls: type[BaseModel] | None = None) -> str:
-    """Return the first thing that is wrong with settings, in one line with the remedy.
-
-    Args:
-        error: What pydantic found.
-        see: Where the settings are explained; anything but `--help` means that they are no flags.
-        cls: The command's settings, if they are a command's.
-    """
-    problem, message = _first_problem(error)
-    where = ".".join(_setting(problem["loc"]))
-    if problem["type"] == "extra_forbidden":
-        if hint := _foreign_hint(cls, where, problem["input"]):
-            return f"unknown setting {where}: {hint}"
-        flags = list(all_flags(cls)) if cls else []
-        names = [f"{flag.section}.{flag.names[-1].rpartition('.')[2].lstrip('-')}".replace("-", "_") for flag in flags]
-        hint = _like(where, {*names, *(flag.section for flag in flags)})
-        return f"unknown setting {where}={problem['input']!r}; {hint}remove it or see {see}"
-    if problem["type"] == "missing":
-        flag = f"--{where.replace('_', '-')}"
-        shown = next((each.names[0] for each in all_flags(cls) if flag in each.names), flag) if cls else flag
-        return f"{where} is missing; {f'set {shown}' if see == '--help' else f'add it as in {see}'}"
-    if problem["type"] == "value_error":
-        return message
-    shown = repr(problem["input"])
-    shown = shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."
-    if where == "run_id" and problem["type"] == "string_pattern_mismatch":
-        message = "A run's name has letters, digits, _ and - alone, and @ before its founder's id"
-    return f"{where}={shown}: {message[0].lower()}{message[1:]}; see {see}"
-
-
-def _first_problem(error: ValidationError) -> tuple[ErrorDetails, str]:
-    """Return what is wrong first, and how to say it; of a setting of several kinds, what fits none of them.
-
-    Pydantic tells for every kind apart why the value is not of it. If some of that is about a part of the value, it is
-    of the kind that has such parts, and that part is wrong; otherwise all reasons are one.
-    """
-    first, *others = error.errors()
-    kind_at = next((i for i, part in enumerate(first["loc"]) if _is_kind(part)), None)
-    if kind_at is None:
-        return first, _plain(first)
-    branches = [first, *(other for other in others if other["loc"][:kind_at] == first["loc"][:kind_at])]
-    depth = max(len(_setting(branch["loc"])) for branch in branches)
-    deepest = [branch for branch in branches if len(_setting(branch["loc"])) == depth]
-    said = dict.fromkeys(map(_plain, deepest))
-    return deepest[0], ", or ".join(text if not i else text.removeprefix(SHOULD_BE) for i, text in enumerate(said))
-
-
-def _plain(problem: ErrorDetails) -> str:
-    """Return pydantic's message without the names of its types or ours."""
-    if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
-        return f"{SHOULD_BE}settings, each with its value"
-    if problem["type"] == "greater_than_equal" and 0 < problem["ctx"]["ge"] < 1e-9:  # so that it has a reciprocal
-        return f"{SHOULD_BE}greater than 0"
-    return problem["msg"].removeprefix("Value error, ")
-
-
-def _setting(loc: tuple[int | str, ...]) -> list[str]:
-    """Return where a setting is as its user writes it."""
-    return [str(part) for part in loc if not _is_kind(part)]
-
-
-def _is_kind(part: int | str) -> bool:
-    """Tell whether a part of a location is not the user's but pydantic's: the kind of value it tried, or a mark."""
-    return isinstance(part, str) and KIND.fullmatch(part) is not None
-
-
-# ---------------------------------------------------------------------- help
-
-
 class Flag(NamedTuple):
     """A setting as a flag.
 
     Attributes:
-        names: The flag and its short forms; of a positional argument, its name alone.
-        value: Placeholder of its value; empty for a switch.
+        names: The flag after its short form; of a word without a flag, its name alone.
+        value: Placeholder of its value, which ends with MANY for a list; empty for a switch.
         text: What it means.
         default: Its default, if it is worth showing.
         section: The settings it belongs to, such as `run.round`; empty for the command's own.
+        setting: Its dotted name, such as `run.round.total`.
     """
 
     names: tuple[str, ...]
@@ -263,27 +80,48 @@ class Flag(NamedTuple):
     text: str
     default: str
     section: str
+    setting: str
+
+    @property
+    def is_word(self) -> bool:
+        """Whether its place alone gives it."""
+        return not self.names[0].startswith("-")
+
+    def variables(self) -> list[str]:
+        """Return the environment variables that set it."""
+        return [PREFIX + re.sub(r"\W", "_", name.lstrip("-")).upper() for name in self.names]
+
+    def parsed(self, words: Any) -> Any:
+        """Return its value; each word of a list is one, or a JSON list, or, except paths, several with commas."""
+        if not self.value.endswith(MANY):
+            return words
+        return [value for word in ([words] if isinstance(words, str) else words) for value in self._values(word)]
+
+    def _values(self, word: str) -> list[Any]:
+        is_path = self.value == PLACEHOLDERS[Path] + MANY
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(word)
+            if isinstance(values, list) and not (is_path and any(not isinstance(each, str) for each in values)):
+                return values
+        return [word] if is_path else [each.strip() for each in word.split(",")]
 
 
 def all_flags(cls: type[BaseModel], section: str = "") -> Iterator[Flag]:
     """Yield a command's flags, those of nested settings included."""
-    shortcuts: Any = dict(cls.model_config).get("cli_shortcuts") or {}
+    short: Mapping[str, str] = getattr(cls, "short_names", {})
     # Required ones first, then the command's own, then those that it shares with others.
     fields = sorted(cls.model_fields.items(), key=lambda f: (not f[1].is_required(), f[0] not in cls.__annotations__))
     for name, field in fields:
-        word = (field.alias or name).replace("_", "-")
-        if argparse.SUPPRESS in field.metadata:  # pydantic-settings' CliSuppress: set by the program alone
+        setting = f"{section}.{name}".lstrip(".")
+        if NO_FLAG in field.metadata:
             continue
         if (nested := _nested(field.annotation)) is not None:
-            yield from all_flags(nested, f"{section}.{name}".strip("."))
+            yield from all_flags(nested, setting)
             continue
-        is_positional = any(getattr(mark, "__name__", "") == "_CliPositionalArg" for mark in field.metadata)
-        shown = shortcuts.get(name, shortcuts.get(word, ()))
-        others = (shown,) if isinstance(shown, str) else tuple(shown)
-        prefix = f"--{section}." if section else "--"
-        names = (word.upper(),) if is_positional else tuple(f"{prefix}{each}" for each in (*others, word))
-        value = "" if is_positional else _placeholder(field.annotation)
-        yield Flag(names, value, " ".join((field.description or "").split()), _default(field), section)
+        flags = [f"--{section}.{each}".replace("--.", "--") for each in (short.get(name), name) if each]
+        names = [name.upper()] if WORD in field.metadata else [flag.replace("_", "-") for flag in flags]
+        text = " ".join((field.description or "").split())
+        yield Flag(tuple(names), _placeholder(field.annotation), text, _default(field), section, setting)
 
 
 def _nested(annotation: Any) -> type[BaseModel] | None:
@@ -300,12 +138,11 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def _placeholder(annotation: Any) -> str:
-    """Return what stands for a flag's value in the help."""
     words: list[str] = []
     for kind in _kinds(annotation):
         if get_origin(kind) is Literal:
             words += map(str, get_args(kind))
-        elif get_origin(kind) is list:
+        elif get_origin(kind) in (list, tuple):
             words.append(_placeholder(get_args(kind)[0]) + MANY)
         elif kind is not bool:
             words.append(PLACEHOLDERS.get(kind, "VALUE"))
@@ -313,15 +150,147 @@ def _placeholder(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.default
+    value = "required" if field.is_required() else field.default
     if isinstance(value, Path) and value.is_absolute():  # a file that comes with the program
         value = value.stem
-    return "" if value in (None, False, [], "") else str(value)
+    return "" if value in (None, False, [], (), "") else str(value)
 
 
-def help_text(cls: type[BaseSettings], word: str = "--help", width: int | None = None) -> str:
+# ---------------------------------------------------------------------- settings
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
+    """Return settings from flags over environment over the file named by `--config` over defaults.
+
+    Raises:
+        ConfigError: an unknown flag, variable or key, or a value that does not fit; one line with the remedy.
+    """
+    flags = {flag.setting: flag for flag in all_flags(cls)}
+    given = _in_environment(flags.values()) | _in_words(cls, flags.values(), argv)
+    given = {setting: flags[setting].parsed(words) for setting, words in given.items()}
+    settings = cls.read_file(given)
+    for setting, value in given.items():
+        _put(settings, setting, value)
+    try:
+        return cls.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(explain(error, cls=cls)) from error
+
+
+def _put(settings: dict[str, Any], setting: str, value: Any) -> None:
+    name, _, inner = setting.partition(".")
+    if not inner:
+        settings[name] = value
+    elif isinstance(section := settings.get(name) or {}, dict):  # otherwise the file is wrong, and refused
+        settings[name] = dict(section)
+        _put(settings[name], inner, value)
+
+
+def _in_words(cls: type[CommandConfig], flags: Collection[Flag], argv: Sequence[str]) -> dict[str, Any]:
+    """Return what the command line has, by settings."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag in flags:
+        is_list = flag.value.endswith(MANY)
+        if flag.is_word:
+            parser.add_argument(flag.setting, nargs="*" if is_list else "?")
+        elif not flag.value:
+            parser.add_argument(*flag.names, dest=flag.setting, action=argparse.BooleanOptionalAction)
+        elif is_list:
+            parser.add_argument(*flag.names, dest=flag.setting, action="extend", nargs="+")
+        else:
+            parser.add_argument(*flag.names, dest=flag.setting)
+    found, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        hint = _of_spes(word.lstrip("-")) or _like(word, [name for flag in flags for name in flag.names])
+        if word.startswith("--run.") and "run" not in cls.model_fields:
+            hint = "the run's founder has chosen its settings; "
+        raise ConfigError(f"unknown {'flag' if word.startswith('-') else 'word'} {word}; {hint}see --help")
+    return vars(found)
+
+
+def _in_environment(flags: Collection[Flag]) -> dict[str, str]:
+    """Return what the environment has, by settings; a variable may be another command's, but not a mistyped one."""
+    known = {variable: flag.setting for flag in flags for variable in flag.variables()}
+    others = {name for name in os.environ if name.startswith(PREFIX) and not OTHER_VARIABLES.fullmatch(name)} - {*known}
+    if others:
+        from spes_p2p.config import commands
+
+        for cls in vars(commands).values():
+            if isinstance(cls, type) and issubclass(cls, CommandConfig):
+                known = {variable: "" for flag in all_flags(cls) for variable in flag.variables()} | known
+        if unknown := others - {*known}:
+            name = min(unknown)
+            raise ConfigError(f"unknown environment variable {name}; {_like(name, known)}unset it or see --help")
+    return {known[name]: value for name, value in os.environ.items() if known.get(name)}
+
+
+def _of_spes(key: str) -> str:
+    """Return where to look if a name that is no setting here is one of SPES's."""
+    known = Path(__file__).with_name("config") / "spes_settings.yaml"
+    is_of_spes = f"{{key: {key.removeprefix('run.')}," in known.read_text(encoding="utf-8")
+    return "SPES's settings are beside ours in docs/spes_settings.md; " if is_of_spes else ""
+
+
+def _like(word: str, known: Iterable[str]) -> str:
+    close = [name for name in known if name.endswith(f".{word}")] or difflib.get_close_matches(word, known, 1)
+    return f"did you mean {close[0]}? " if close else ""
+
+
+def explain(error: ValidationError, see: str = "--help", cls: type[BaseModel] | None = None) -> str:
+    """Return one thing that is wrong with settings, in one line with the remedy.
+
+    Of a setting of several kinds, pydantic says for each kind why the value does not fit. If some of that is about a
+    part of the value, that part is wrong; otherwise all reasons are one.
+
+    Args:
+        error: What pydantic found.
+        see: Where the settings are explained; anything but `--help` means that they are no flags.
+        cls: The command's settings, if they are a command's.
+    """
+    problems = [(_setting(problem["loc"]), problem) for problem in error.errors()]
+    where, problem = max(problems, key=lambda each: each[0].count("."))
+    flags = list(all_flags(cls)) if cls else []
+    if problem["type"] == "extra_forbidden":
+        known = dict.fromkeys(name for flag in flags for name in (flag.section, flag.setting) if name)
+        inner = problem["input"] if isinstance(problem["input"], dict) else {}
+        hints = (_of_spes(name) for name in (where, *(f"{where}.{key}" for key in inner)))
+        return f"unknown setting {where}; {next(filter(None, hints), _like(where, known))}remove it or see {see}"
+    if problem["type"] == "missing":
+        shown = next((each.names[0] for each in flags if each.setting == where), f"--{where.replace('_', '-')}")
+        return f"{where} is missing; {f'set {shown}' if see == '--help' else f'add it as in {see}'}"
+    first, *others = dict.fromkeys(_plain(each) for place, each in problems if place == where)
+    message = ", or ".join([first, *(other.removeprefix(SHOULD_BE) for other in others)])
+    if problem["type"] == "value_error":
+        return message
+    shown = repr(problem["input"])
+    shown = shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."
+    if where == "run_id" and problem["type"] == "string_pattern_mismatch":
+        message = "A run's name has letters, digits, _ and - alone, and @ before its founder's id"
+    return f"{where}={shown}: {message[0].lower()}{message[1:]}; see {see}"
+
+
+def _plain(problem: ErrorDetails) -> str:
+    """Return pydantic's message without the names of its types or ours."""
+    if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
+        return f"{SHOULD_BE}settings, each with its value"
+    return problem["msg"].removeprefix("Value error, ")
+
+
+def _setting(loc: tuple[int | str, ...]) -> str:
+    """Return where a setting is as its user writes it, without the kinds of value that pydantic tried."""
+    return ".".join(str(part) for part in loc if not KIND.fullmatch(str(part)))
+
+
+# ---------------------------------------------------------------------- help
+
+
+def help_text(cls: type[CommandConfig], word: str = "--help", width: int | None = None) -> str:
     """Return a command's help.
 
     Args:
@@ -331,46 +300,41 @@ def help_text(cls: type[BaseSettings], word: str = "--help", width: int | None =
         width: Columns; by default the terminal's.
     """
     width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
-    flags, topic = list(all_flags(cls)), word.removeprefix("--help-")
-    groups = list(dict.fromkeys(flag.section.split(".")[0] for flag in flags if flag.section))
-    lines: list[str] = []
+    flags, topic, in_full = list(all_flags(cls)), word.removeprefix("--help-"), word == HELP_ALL
+    groups = dict.fromkeys(flag.section.split(".")[0] for flag in flags if flag.section)
     if topic in groups:
-        section = ""
-        for flag in flags:
-            if flag.section.split(".")[0] == topic:
-                lines += [""] if lines and flag.section != section else []
-                lines += _flag_lines(flag, width, in_full=True)
-                section = flag.section
-        return "\n".join(lines)
+        chosen = itertools.groupby((flag for flag in flags if flag.section.split(".")[0] == topic), lambda f: f.section)
+        sections = [[line for flag in each for line in _lines(flag, width, in_full=True)] for _, each in chosen]
+        return "\n\n".join("\n".join(lines) for lines in sections)
     own = [flag for flag in flags if not flag.section]
-    positional = [f" {flag.names[0]}" for flag in own if not flag.names[0].startswith("-")]
-    lines += [f"usage: {cls.model_config.get('cli_prog_name') or Path(sys.argv[0]).name}{''.join(positional)} [flags]"]
-    lines += textwrap.wrap(" ".join((cls.__doc__ or "").split()), width)
-    lines += ["", *(line for flag in own for line in _flag_lines(flag, width, in_full=word == HELP_ALL))]
+    script = Path(sys.argv[0])
+    program = cls.program or (script.parent if script.stem == "__main__" else script).name
+    words = "".join(f" {flag.names[0]}" for flag in own if flag.is_word)
+    lines = [f"usage: {program}{words} [flags]", *textwrap.wrap(" ".join((cls.__doc__ or "").split()), width), ""]
+    lines += [line for flag in own for line in _lines(flag, width, in_full=in_full)]
     for name in groups:
         clause = CLAUSE.split(cls.model_fields[name].description or "")[0].rstrip(".")
-        nested = Flag((f"--{name}.*",), "", f"{clause}; listed by --help-{name}", "", "")
-        lines += _flag_lines(nested, width, in_full=True)
-    about_help = Flag(("--help", "--help-all"), "", "Show this, or the same with the flags in full", "", "")
-    lines += _flag_lines(about_help, width)
-    return "\n".join(lines)
+        lines += _row(f"--{name}.*", f"{clause}; listed by --help-{name}", width)
+    return "\n".join([*lines, *_row("--help, --help-all", "Show this, or the same with the flags in full", width)])
 
 
-def _flag_lines(flag: Flag, width: int, *, in_full: bool = False) -> list[str]:
-    """Return a flag's lines: what to write, then what it means, on the same line if there is room."""
-    start = "  " + " ".join(filter(None, (", ".join(flag.names), flag.value)))
-    text = flag.text if in_full else CLAUSE.split(flag.text)[0].rstrip(".")
-    if flag.default and (in_full or flag.default != "required"):
-        text += f" [{flag.default}]"
-    elif flag.default:
-        text += " (required)"
-    if not in_full and len(start) > HELP_COLUMN - 2:
-        start = "  " + ", ".join(flag.names)
+def _lines(flag: Flag, width: int, *, in_full: bool) -> list[str]:
+    name = ", ".join(flag.names)
+    start = f"{name} {'' if flag.is_word else flag.value}".rstrip()
+    default = f"[{flag.default}]" if flag.default else ""
+    if in_full:
+        return _row(start, f"{flag.text} {default}".rstrip(), width)
+    text = CLAUSE.split(flag.text)[0].rstrip(".")
+    return _row(start if len(start) <= HELP_COLUMN - 4 else name, f"{text} {default}".rstrip(), width)
+
+
+def _row(start: str, text: str, width: int) -> list[str]:
+    """Return what to write, then what it means, on the same line if there is room."""
     indent = " " * HELP_COLUMN
-    body = textwrap.wrap(text, width - HELP_COLUMN, break_on_hyphens=False) or [""]
-    if len(start) > HELP_COLUMN - 2:
-        return [start, *(indent + line for line in body)]
-    return [f"{start:<{HELP_COLUMN}}{body[0]}", *(indent + line for line in body[1:])]
+    body = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    if len(start) > HELP_COLUMN - 4:
+        return [f"  {start}", *body]
+    return [f"  {start:<{HELP_COLUMN - 2}}{''.join(body[:1]).strip()}", *body[1:]]
 
 
 # ---------------------------------------------------------------------- log and exit codes

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.claims.faults import live_through
 from benchmarks.claims.summary import Summary
@@ -31,8 +30,6 @@ SWARMS_PER_WRITING = 100
 
 class ClaimsConfig(CommandConfig):
     """Simulated swarms that claim slots."""
-
-    model_config = SettingsConfigDict(cli_prog_name="python -m benchmarks.claims")
 
     seeds: PositiveInt = 300
     """Swarms to simulate."""

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from benchmarks.fuzz.decoder import Decoder
 from benchmarks.fuzz.decoders import decoders
@@ -33,8 +32,6 @@ from spes_p2p.presentation import say
 
 class FuzzConfig(CommandConfig):
     """Fuzzers of everything that decodes a stranger's bytes."""
-
-    model_config = SettingsConfigDict(cli_prog_name="python -m benchmarks.fuzz")
 
     inputs: Annotated[int, Field(ge=0)] = 1_000_000
     """Mutants, over all decoders."""

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings
 
 from spes_p2p.cli import explain
-from spes_p2p.config import DataConfig, OwnData, PeerConfig
+from spes_p2p.config import CommandConfig, DataConfig, OwnData, PeerConfig
 from spes_p2p.config import commands as of
 from spes_p2p.config.launch import check_ranks
 from spes_p2p.config.link import JoinLink
@@ -26,7 +25,7 @@ RUN_FILE = "run.yaml"
 _ADDRESS = re.compile(r"(/[^/\s]+)+/p2p/\w{40,64}", re.ASCII)
 
 
-def refuse(config: BaseSettings) -> None:
+def refuse(config: CommandConfig) -> None:
     """Check flags, and the files that they name, as far as that takes no library; the command checks the rest.
 
     Raises:

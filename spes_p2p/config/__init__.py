@@ -2,6 +2,8 @@
 
 from spes_p2p.config.checkpoint import (
     MAX_START_SLOTS,
+    NO_FLAG,
+    WORD,
     AdapterConfig,
     AdapterStart,
     AdapterTarget,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
-from pydantic_settings import CliSuppress
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
 PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: positive-bounds
@@ -16,12 +15,20 @@ Coefficient = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e-12, le=100, allow_inf_nan=False)]
 """A learning rate."""
 Storage = Literal["fp32", "bf16", "int8", "nf4"]
+WORD = "a word without a flag"
+NO_FLAG = "set by the program alone"
+"""Marks of fields; see `cli`."""
 
 
 class Frozen(BaseModel):
-    """Base of config sections: immutable, no unknown keys."""
+    """Base of config sections: immutable, no unknown keys. Built when they are first used, so that help is quick."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)  # guard: run-settings
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",  # guard: run-settings
+        use_attribute_docstrings=True,
+        defer_build=True,
+    )
 
 
 MAX_TOKEN_ID = 2**24
@@ -177,7 +184,7 @@ class AdapterConfig(Frozen):
     base: Storage = "bf16"
     """Precision of the base's matrices as peers send them to those that have no copy. Released checkpoints in bf16 lose
     nothing in bf16. A machine holds the base as it chooses with --storage."""
-    start: CliSuppress[AdapterStart | None] = None
+    start: Annotated[AdapterStart | None, NO_FLAG] = None
 
     @property
     def scale(self) -> float:

@@ -6,14 +6,13 @@ Flags are read before anything heavy is imported, so this module imports neither
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from spes_p2p.config.checkpoint import Fraction, Frozen, PositiveFloat, PositiveInt
+from spes_p2p.config.checkpoint import WORD, Fraction, Frozen, PositiveFloat, PositiveInt
 from spes_p2p.config.link import JoinLink
 from spes_p2p.config.machine import (
     CommandConfig,
@@ -31,7 +30,6 @@ from spes_p2p.config.machine import (
     shipped,
 )
 from spes_p2p.config.run import RunConfig
-from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
 SuiteName = Literal["spes"]
@@ -60,18 +58,12 @@ UploadPlace = Annotated[str, Field(min_length=1, max_length=1000), AfterValidato
 CtlVerb = Literal["status", "link", "pause", "resume", "finish", "leave", "set", "rules"]
 
 
-def _join_hint(key: str, value: object) -> str:
-    """Say of a setting of the run that its founder has made it."""
-    return "the run's founder has chosen its settings" if key == "run" or key.startswith("run.") else hints(key, value)
-
-
 class JoinConfig(VolunteerConfig):
     """Join the run that a link names, and train it. Repeat the command to go on after an interruption."""
 
-    model_config = SettingsConfigDict(cli_prog_name="spes join")
-    foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(_join_hint)
+    program: ClassVar[str] = "spes join"
 
-    link: CliPositionalArg[str] = ""
+    link: Annotated[str, WORD] = ""
     """The run's link, one word that begins with `spes:`; every peer prints it. SPES_LINK keeps it out of the process
     list."""
     output: Path | None = None  # type: ignore[assignment]
@@ -91,7 +83,7 @@ class JoinConfig(VolunteerConfig):
 class ClusterConfig(VolunteerConfig, NamedRun):
     """Train a run with one peer per node. Start it on each node; the first founds."""
 
-    model_config = SettingsConfigDict(cli_prog_name="spes cluster")
+    program: ClassVar[str] = "spes cluster"
 
     shared: Path
     """Folder that all nodes see. The job's peers find each other there."""
@@ -107,9 +99,9 @@ class ClusterConfig(VolunteerConfig, NamedRun):
 class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
 
-    model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="spes monitor")
+    program: ClassVar[str] = "spes monitor"
 
-    link: CliPositionalArg[str | None] = None
+    link: Annotated[str | None, WORD] = None
     """The run's link, in place of --run-id and --initial-peers."""
     initial_peers: Annotated[list[str], Field(min_length=1)]
     """Multiaddrs of peers in the swarm."""
@@ -170,7 +162,8 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
                 raise ValueError("name the run by its link, or by --run-id and --initial-peers")
             return values
         if named := sorted({"run_id", "initial_peers"} & values.keys()):
-            raise ValueError(f"the link names the run and its peers; drop --{named[0].replace('_', '-')}, or the link")
+            flag = f"--{named[0].replace('_', '-')}"
+            raise ValueError(f"the link names the run and its peers; drop {flag}, or the link (SPES_LINK)")
         try:
             link = JoinLink.parse(values["link"])
         except ConfigError as error:
@@ -190,7 +183,7 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
 class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Train a small model with several peers and a monitor on this machine."""
 
-    model_config = SettingsConfigDict(cli_prog_name="spes local")
+    program: ClassVar[str] = "spes local"
 
     config: ConfigFile = shipped("local_experiment")
     """YAML or TOML with the run's settings under `run`, and defaults for these flags. The name of a file that
@@ -227,9 +220,8 @@ class PlanConfig(CommandConfig, MachineConfig):
     Exits with 2 if the plan does not fit `--memory-gb`.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_PLAN_", cli_prog_name="spes plan", cli_shortcuts={"max-slots": "slots", "start-from": "from"}
-    )
+    program: ClassVar[str] = "spes plan"
+    short_names: ClassVar[Mapping[str, str]] = {"max_slots": "slots", "start_from": "from"}
 
     config: ConfigFile | None = None
     """YAML or TOML with the run's settings under `run`, and a machine's choices. The name of a file that comes
@@ -270,11 +262,8 @@ class TokenizeConfig(CommandConfig):
     interrupted command again, and it continues.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_TOKENIZE_",
-        cli_prog_name="spes tokenize",
-        cli_shortcuts={"tokenizer": "tokenizer-name-or-path"},
-    )
+    program: ClassVar[str] = "spes tokenize"
+    short_names: ClassVar[Mapping[str, str]] = {"tokenizer": "tokenizer-name-or-path"}
 
     file_glob: Annotated[list[Path], Field(min_length=1)]
     """Files, folders or patterns such as `corpus/*.jsonl.zst`. Text, JSON lines, JSON arrays, parquet and MDS shards,
@@ -305,9 +294,9 @@ class TokenizeConfig(CommandConfig):
 class InviteConfig(CommandConfig):
     """Print invites to a run, one link a line: to vote, or only to train in a run founded with --run.invite-only."""
 
-    model_config = SettingsConfigDict(env_prefix="SPES_INVITER_", cli_prog_name="spes invite")
+    program: ClassVar[str] = "spes invite"
 
-    folder: CliPositionalArg[Path]
+    folder: Annotated[Path, WORD]
     """The --output of the founder's peer, which may be running; of another peer with --identity."""
     identity: Path | None = None
     """The founder's identity file, if it is not in that folder."""
@@ -329,9 +318,10 @@ class EvaluateConfig(CommandConfig):
     Several GPUs share the tasks: `torchrun --nproc-per-node 8 -m spes_p2p evaluate ...`, or `accelerate launch -m`.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPES_EVALUATE_", populate_by_name=True, cli_prog_name="spes evaluate")
+    program: ClassVar[str] = "spes evaluate"
+    short_names: ClassVar[Mapping[str, str]] = {"json_file": "json"}
 
-    checkpoint: CliPositionalArg[Path]
+    checkpoint: Annotated[Path, WORD]
     """Folder written by `save_pretrained`, tokenizer included."""
     text: list[Path] = []
     """Files or folders to measure the loss on. By default the held-out part of the embedded corpus."""
@@ -351,7 +341,7 @@ class EvaluateConfig(CommandConfig):
     """Tokens per sequence of text; by default 256, or as many as the checkpoint allows if these are fewer."""
     limit: PositiveInt | None = None
     """Largest number of sequences of text, and of documents per task."""
-    json_file: Path | None = Field(default=None, alias="json")
+    json_file: Path | None = None
     """File to write the numbers to as well, those of a group's single tasks included."""
     markdown: Path | None = None
     """File to write the table to as well, as Markdown."""
@@ -369,11 +359,10 @@ class ExportConfig(CommandConfig):
     """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline; from
     where a monitor uploads to; or from a running swarm by its link, or by --run-id and --initial-peers."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_EXPORT_", cli_prog_name="spes export", cli_shortcuts={"start-from": "from"}
-    )
+    program: ClassVar[str] = "spes export"
+    short_names: ClassVar[Mapping[str, str]] = {"start_from": "from"}
 
-    source: CliPositionalArg[str | None] = None
+    source: Annotated[str | None, WORD] = None
     """The --output of a peer, monitor or local experiment, or a run's link. A folder is only read; it may be in use.
     Or the place of a monitor's --upload: `s3://BUCKET/PREFIX` or a folder."""
     output: Path | None = None
@@ -403,11 +392,11 @@ class AmendConfig(CommandConfig):
     Only rounds, learning rate, its schedule, the weights of a mixture of data, and revoked invites can change.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend", extra="ignore")
-    file_keys: ClassVar[Collection[str]] = (*PeerConfig.model_fields, "folder")
+    program: ClassVar[str] = "spes amend"
+    ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
 
-    folder: CliPositionalArg[Path]
+    folder: Annotated[Path, WORD]
     """The --output of the founder's peer, which may be running; of another peer with --identity."""
     identity: Path | None = None
     """The founder's identity file, if it is not in that folder."""
@@ -442,9 +431,8 @@ class UpcycleSettings(Frozen):
 class UpcycleConfig(CommandConfig, UpcycleSettings):
     """Make a mixture of experts from a dense checkpoint: Qwen3-MoE from Qwen3, Mixtral from Llama."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_UPCYCLE_", cli_prog_name="spes upcycle", cli_shortcuts={"source": "from"}
-    )
+    program: ClassVar[str] = "spes upcycle"
+    short_names: ClassVar[Mapping[str, str]] = {"source": "from"}
 
 
 def _folder(value: object) -> Path:
@@ -461,9 +449,9 @@ def _folder(value: object) -> Path:
 class SimulateConfig(CommandConfig):
     """Compare ways to train in a simulation: `spes simulate convergence --output runs/convergence`."""
 
-    model_config = SettingsConfigDict(env_prefix="SPES_SIMULATE_", cli_prog_name="spes simulate")
+    program: ClassVar[str] = "spes simulate"
 
-    study: CliPositionalArg[ConfigFile]
+    study: Annotated[ConfigFile, WORD]
     """YAML file with the study's base, seeds and variants."""
     output: Annotated[Path, BeforeValidator(_folder)] = Path("runs/study")
     """Folder of results, logs and table. Runs that are finished there are not repeated."""
@@ -487,7 +475,7 @@ class HealthConfig(CommandConfig):
     A peer saves after every round that it commits.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPES_HEALTH_", cli_prog_name="spes health")
+    program: ClassVar[str] = "spes health"
 
     output: Path
     """The peer's --output."""
@@ -505,11 +493,11 @@ class CtlConfig(CommandConfig):
     set: threads, slots, duty (as 50%), uplink_mbit. rules: hours, on_battery, programs, gb_a_day.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPES_CTL_", cli_prog_name="spes ctl")
+    program: ClassVar[str] = "spes ctl"
 
-    verb: CliPositionalArg[CtlVerb]
+    verb: Annotated[CtlVerb, WORD]
     """What to do."""
-    values: CliPositionalArg[list[str]] = []
+    values: Annotated[list[str], WORD] = []
     """TIME of a pause; NAME=VALUE words of set and rules."""
     output: Path | None = None
     """The peer's --output; by default the one folder in runs/ of a peer with a page."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from spes_p2p.config.checkpoint import Frozen, PositiveFloat, PositiveInt, Storage
 from spes_p2p.config.data import DataConfig, local_data_set
 from spes_p2p.config.run import OptimizerName, RunConfig, TrainConfig
-from spes_p2p.config.spes_keys import hints
 from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 
@@ -63,59 +61,62 @@ ConfigFile = Annotated[Path, AfterValidator(find_config)]
 """A YAML or TOML file, or the name of one that comes with the program."""
 
 
-class _ConfigSource(YamlConfigSettingsSource):
-    """The file of `--config`. In a shorter run, the warm-up of a file that comes with the program is shorter, too."""
-
-    def _read_file(self, file_path: Any) -> dict[str, Any]:
-        return read_settings(file_path, "--config")
-
-    def __call__(self) -> dict[str, Any]:
-        settings, file = super().__call__(), self.settings_cls.model_config.get("yaml_file")
-        own, given = (_schedule(state) for state in (settings, self.current_state))
-        is_shipped = isinstance(file, Path) and file.resolve().parent == shipped("").resolve().parent
-        if not is_shipped or "warmup_rounds" not in own or "warmup_rounds" in given:
-            return settings
-        train, warmup = settings["run"]["train"], settings["run"]["train"].pop("warmup_rounds")
-        if hasattr(self.settings_cls, "file_keys") or str(self.current_state.get("resume")).lower() == "true":
-            if self.settings_cls.model_fields["run"].default is not None:  # then what is left out counts as given
-                train["warmup_rounds"] = warmup
-            return settings  # an amended or resumed run has its own
-        with contextlib.suppress(TypeError, ValueError):  # of what is no number; it is refused with all settings
-            ends = ("total", "schedule_rounds")
-            before, after = (min(float(run[name]) for name in ends if run.get(name)) for run in (own, own | given))
-            train["warmup_rounds"] = warmup * max(0.0, min(1.0, after / before))
-            if after < before and os.environ.get("RANK", "0") == "0":
-                said = "the warm-up of %s is %g rounds, not %g, in a run of %g, not %g (--run.train.warmup-rounds)"
-                log.warning(said, Path(str(file)).name, train["warmup_rounds"], warmup, after, before)
-        return settings
+def _shorten_warmup(run: dict[str, Any], given: Mapping[str, Any], name: str) -> None:
+    ends = [("round", "total"), ("train", "schedule_rounds")]
+    own = {f"run.{section}.{end}": (run.get(section) or {}).get(end) for section, end in ends}
+    chosen = {end: given.get(end, value) for end, value in own.items()}
+    with contextlib.suppress(TypeError, ValueError):  # of what is no number; it is refused with all settings
+        before, after = (min(float(end) for end in each.values() if end) for each in (own, chosen))
+        warmup = run["train"]["warmup_rounds"]
+        run["train"]["warmup_rounds"] = shorter = warmup * max(0.0, min(1.0, after / before))
+        if after < before and os.environ.get("RANK", "0") == "0":
+            said = "the warm-up of %s is %g rounds, not %g, in a run of %g, not %g (--run.train.warmup-rounds)"
+            log.warning(said, name, shorter, warmup, after, before)
 
 
-def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `run.train` and `run.round` that a state of the settings has."""
-    run = state.get("run")
-    sections = [run.get(name) for name in ("train", "round")] if isinstance(run, dict) else []
-    return {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
-
-
-class CommandConfig(BaseSettings):
+class CommandConfig(Frozen):
     """Base of the commands' settings: flags over `SPES_` variables over the file of `--config` over defaults."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_",
-        env_nested_delimiter="__",
+    model_config = ConfigDict(
         extra="forbid",  # guard: command-settings
-        frozen=True,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        nested_model_default_partial_update=True,
-        use_attribute_docstrings=True,
+        validate_default=True,
     )
-    find_config: ClassVar[Callable[[Path], Path]] = staticmethod(find_config)
-    """Finds the YAML file that `--config` names."""
-    foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(hints)
-    """Says what a key of SPES is called here."""
+    program: ClassVar[str] = ""
+    """The command as it is typed; by default the script's name."""
+    short_names: ClassVar[Mapping[str, str]] = {}
+    """Short names of flags."""
+    ignored: ClassVar[Collection[str]] = ()
+    """Keys that the file of `--config` may have as well."""
+
+    @classmethod
+    def read_file(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings in the file of `--config`, if there is one.
+
+        In a shorter run, the warm-up of a file that comes with the program is shorter, too.
+
+        Args:
+            given: Settings by flags and variables, by their dotted names.
+
+        Raises:
+            ConfigError: it is no file, or cannot be read.
+        """
+        field = cls.model_fields.get("config")
+        if field is None or (path := given.get("config", field.default)) is None:
+            return {}
+        path = find_config(Path(path))
+        if path.exists() and not path.is_file():  # a pipe
+            raise ConfigError(f"--config {path} is no file; write the settings into one")
+        file = read_settings(path, "--config")
+        settings = {key: value for key, value in file.items() if key in cls.model_fields or key not in cls.ignored}
+        if path.resolve().parent != shipped("").resolve().parent:
+            return settings
+        train = settings.get("run", {}).get("train", {})
+        if "warmup_rounds" in train and "run.train.warmup_rounds" not in given:
+            if cls.ignored or given.get("resume") in (True, "true", "1"):
+                del train["warmup_rounds"]  # an amended or resumed run has its own
+            else:
+                _shorten_warmup(settings["run"], given, path.name)
+        return settings
 
     @model_validator(mode="before")
     @classmethod
@@ -146,17 +147,6 @@ class CommandConfig(BaseSettings):
         except RuntimeError as error:
             flag = f"--{(info.field_name or '').replace('_', '-')}"
             raise ValueError(f"{flag} {value}: there is no such home folder; name another") from error
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings, _ConfigSource(settings_cls))
 
 
 class MachineConfig(Frozen):
@@ -281,7 +271,7 @@ SEED_SECONDS = 30.0
 class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """What a peer's machine brings into a run, and how it takes part."""
 
-    model_config = SettingsConfigDict(cli_shortcuts={"start-from": "from"})
+    short_names: ClassVar[Mapping[str, str]] = {"start_from": "from"}
 
     start_from: Path | None = None
     """Checkpoint that the run starts from: a folder, as transformers saves it, or `owner/name@COMMIT` on the hub (by
@@ -351,7 +341,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
 class PeerConfig(VolunteerConfig, NamedRun):
     """Join a run with --initial-peers, or found one without, and train it."""
 
-    model_config = SettingsConfigDict(cli_prog_name="spes peer")
+    program: ClassVar[str] = "spes peer"
 
     config: ConfigFile | None = None
     """YAML or TOML of a new run's settings, under `run`, and this machine's. The name of a file that comes

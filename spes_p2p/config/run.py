@@ -6,9 +6,9 @@ import math
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
-from pydantic_settings import CliSuppress
 
 from spes_p2p.config.checkpoint import (
+    NO_FLAG,
     AdapterConfig,
     Coefficient,
     Decay,
@@ -79,7 +79,7 @@ class ModelConfig(Frozen):
     init_cutoff: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None  # guard: init-cutoff
     """Largest initial weight, in standard deviations of 0.02; larger ones are drawn again. By default none are. SPES
     uses 3."""
-    start: CliSuppress[StartConfig | None] = None
+    start: Annotated[StartConfig | None, NO_FLAG] = None
     """The checkpoint that the run starts from; by default none: weights are drawn. `spes peer --from` sets it."""
 
     @property

@@ -43,7 +43,8 @@ class TaskEvaluations:
         self._folder = folder
         self._flags = list(flags)
         self._save = save
-        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)} if threads else None
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SPES_")}
+        self._environment = environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
         self._process: subprocess.Popen[bytes] | None = None
         self._reporter: threading.Thread | None = None
         self._round = 0

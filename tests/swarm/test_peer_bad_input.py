@@ -174,7 +174,7 @@ def occupied_port(world: World) -> list[str | Path]:
 BAD = {
     "unknown top-level key": Bad(top_level_key, "'max_slot'", "known keys"),
     "unknown section": Bad(settings(modle={"num_experts": 3}), "modle", "remove it"),
-    "unknown key of a section": Bad(settings(model={"experts": 3}), "run.model.experts=3", "remove it"),
+    "unknown key of a section": Bad(settings(model={"experts": 3}), "run.model.experts", "remove it"),
     "unknown flag": Bad(flags("--bogus", "1"), "--bogus", "--help"),
     "unknown variable": Bad(flags(), "SPES_MAX_SLOT", "unset it", {"SPES_MAX_SLOT": "3"}),
     "bad variable": Bad(flags(), "port='x'", "--help", {"SPES_PORT": "x"}),

@@ -184,7 +184,7 @@ def test_an_amendment_reads_the_file_that_its_founder_started_from(tmp_path):
     given = load_settings(AmendConfig, ["folder", "--config", "configs/home_1b.yaml", "--run.round.total", "9"])
     assert given.run.round.total == 9 and given.run.model.num_experts > 1
     (tmp_path / "odd.yaml").write_text("run: {}\nhub_token: secret\n")
-    with pytest.raises(ConfigError, match="unknown key 'hub_token'"):
+    with pytest.raises(ConfigError, match="unknown setting hub_token; remove it"):
         load_settings(AmendConfig, ["folder", "--config", str(tmp_path / "odd.yaml")])
 
 

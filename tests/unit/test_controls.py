@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing(tmp_p
         ("wish: stop", "wish='stop': input should be 'run' or 'pause'; see docs/controls.md; or delete the file"),
         ("limits: {threads: many}", "limits.threads='many'"),
         ("rules: {hours: always}", "hours='always'.*no span of hours"),
-        ("rules: {moon: full}", "unknown setting rules.moon='full'"),
+        ("rules: {moon: full}", "unknown setting rules.moon"),
         ("until: .inf", "until=inf"),
         ("traffic: {day: today}", "traffic.day='today'"),
         ("wish: run\nwish: pause", "sets 'wish' on line 1 and again on line 2"),

@@ -165,8 +165,7 @@ def test_a_bad_link_on_the_command_line_names_the_remedy() -> None:
 def test_a_link_in_the_environment_stays_out_of_the_process_list(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="set SPES_LINK"):
         load_settings(JoinConfig, [])
-    for prefix in ("SPES_", "SPES_MONITOR_"):
-        monkeypatch.setenv(f"{prefix}LINK", LINK.encode())
+    monkeypatch.setenv("SPES_LINK", LINK.encode())
     assert as_peer(load_settings(JoinConfig, [])).run_id == load_settings(MonitorConfig, []).run_id == LINK.founded
     assert load_settings(JoinConfig, [LINK.model_copy(update={"run_id": "b"}).encode()]).link.startswith("spes:b.")
 

@@ -204,8 +204,8 @@ def test_a_vocabulary_that_is_only_configured_is_marked(capsys: pytest.CaptureFi
 
 
 def test_settings_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPES_PLAN_MAX_SLOTS", "3")
-    monkeypatch.setenv("SPES_PLAN_RUN__FROZEN_STORAGE", "int8")
+    monkeypatch.setenv("SPES_MAX_SLOTS", "3")
+    monkeypatch.setenv("SPES_RUN_FROZEN_STORAGE", "int8")
     config = load_settings(PlanConfig, LOCAL)
     assert config.max_slots == 3 and config.run.frozen_storage == "int8"
 

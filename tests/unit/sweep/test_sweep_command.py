@@ -183,7 +183,7 @@ def program(*words: object) -> subprocess.Popen[str]:
         (["--version"], 0, "spes_p2p "),
         (["simulate", "--help"], 0, "usage: spes simulate STUDY"),
         (["simulate", "absent.yaml"], 2, "error: cannot read sweep absent.yaml"),
-        (["simulate"], 2, "required: STUDY; see --help"),
+        (["simulate"], 2, "study is missing; set STUDY"),
         (["simulate", "configs/convergence.yaml", "--only", "sol"], 2, "error: --only sol: no such variant"),
         (["simulate", "configs/convergence.yaml", "--worker", "1"], 2, "--worker"),
         (["simulate", "configs/convergence.yaml", "--workers", "0"], 2, "workers='0': input should be greater than"),
