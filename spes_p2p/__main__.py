@@ -61,7 +61,7 @@ def start(name: str, argv: Sequence[str] | None = None) -> NoReturn:
 
     settings, module, _ = COMMANDS[name]
     try:
-        entry_point(getattr(commands, settings), module, argv, refuse)
+        entry_point(getattr(commands, settings), module, argv, refuse, f"spes {name}")
     except SystemExit as ended:
         assert isinstance(ended.code, int), f"a command's exit code is a number, not {ended.code!r}"
         leave(ended.code)

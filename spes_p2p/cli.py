@@ -290,7 +290,7 @@ def _setting(loc: tuple[int | str, ...]) -> str:
 # ---------------------------------------------------------------------- help
 
 
-def help_text(cls: type[CommandConfig], word: str = "--help", width: int | None = None) -> str:
+def help_text(cls: type[CommandConfig], word: str = "--help", width: int | None = None, program: str = "") -> str:
     """Return a command's help.
 
     Args:
@@ -298,6 +298,7 @@ def help_text(cls: type[CommandConfig], word: str = "--help", width: int | None 
         word: `--help`: each flag's first clause, and one line for nested settings such as the run's; `--help-all`: the
             flags in full; `--help-run`: the settings of the run, as of any nested settings of that name.
         width: Columns; by default the terminal's.
+        program: The command as it is typed; by default the script's name.
     """
     width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
     flags, topic, in_full = list(all_flags(cls)), word.removeprefix("--help-"), word == HELP_ALL
@@ -308,7 +309,7 @@ def help_text(cls: type[CommandConfig], word: str = "--help", width: int | None 
         return "\n\n".join("\n".join(lines) for lines in sections)
     own = [flag for flag in flags if not flag.section]
     script = Path(sys.argv[0])
-    program = cls.program or (script.parent if script.stem == "__main__" else script).name
+    program = program or (script.parent if script.stem == "__main__" else script).name
     words = "".join(f" {flag.names[0]}" for flag in own if flag.is_word)
     lines = [f"usage: {program}{words} [flags]", *textwrap.wrap(" ".join((cls.__doc__ or "").split()), width), ""]
     lines += [line for flag in own for line in _lines(flag, width, in_full=in_full)]
@@ -418,6 +419,7 @@ def entry_point(
     main: Callable[[Settings], int] | str,
     argv: Sequence[str] | None = None,
     refuse: Callable[[Settings], None] = lambda _: None,
+    program: str = "",
 ) -> NoReturn:
     """Run a command and exit: 0 done, 2 (or 75: try again) with one line for a user's error, 130 when interrupted.
 
@@ -427,11 +429,12 @@ def entry_point(
             once the flags have been read.
         argv: The command line; by default `sys.argv` without the program's name.
         refuse: Raises what can be refused before `main` is imported.
+        program: The command as it is typed; by default the script's name.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if asked := next((word for word in words if word == "-h" or HELP_FLAG.fullmatch(word)), None):
-            say(help_text(settings, asked))
+            say(help_text(settings, asked, program=program))
             sys.exit(0)
         config = load_settings(settings, words)
         refuse(config)

@@ -61,8 +61,6 @@ CtlVerb = Literal["status", "link", "pause", "resume", "finish", "leave", "set",
 class JoinConfig(VolunteerConfig):
     """Join the run that a link names, and train it. Repeat the command to go on after an interruption."""
 
-    program: ClassVar[str] = "spes join"
-
     link: Annotated[str, WORD] = ""
     """The run's link, one word that begins with `spes:`; every peer prints it. SPES_LINK keeps it out of the process
     list."""
@@ -83,8 +81,6 @@ class JoinConfig(VolunteerConfig):
 class ClusterConfig(VolunteerConfig, NamedRun):
     """Train a run with one peer per node. Start it on each node; the first founds."""
 
-    program: ClassVar[str] = "spes cluster"
-
     shared: Path
     """Folder that all nodes see. The job's peers find each other there."""
     config: ConfigFile | None = None
@@ -98,8 +94,6 @@ class ClusterConfig(VolunteerConfig, NamedRun):
 
 class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
-
-    program: ClassVar[str] = "spes monitor"
 
     link: Annotated[str | None, WORD] = None
     """The run's link, in place of --run-id and --initial-peers."""
@@ -183,8 +177,6 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
 class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Train a small model with several peers and a monitor on this machine."""
 
-    program: ClassVar[str] = "spes local"
-
     config: ConfigFile = shipped("local_experiment")
     """YAML or TOML with the run's settings under `run`, and defaults for these flags. The name of a file that
     comes with the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
@@ -220,7 +212,6 @@ class PlanConfig(CommandConfig, MachineConfig):
     Exits with 2 if the plan does not fit `--memory-gb`.
     """
 
-    program: ClassVar[str] = "spes plan"
     short_names: ClassVar[Mapping[str, str]] = {"max_slots": "slots", "start_from": "from"}
 
     config: ConfigFile | None = None
@@ -262,7 +253,6 @@ class TokenizeConfig(CommandConfig):
     interrupted command again, and it continues.
     """
 
-    program: ClassVar[str] = "spes tokenize"
     short_names: ClassVar[Mapping[str, str]] = {"tokenizer": "tokenizer-name-or-path"}
 
     file_glob: Annotated[list[Path], Field(min_length=1)]
@@ -294,8 +284,6 @@ class TokenizeConfig(CommandConfig):
 class InviteConfig(CommandConfig):
     """Print invites to a run, one link a line: to vote, or only to train in a run founded with --run.invite-only."""
 
-    program: ClassVar[str] = "spes invite"
-
     folder: Annotated[Path, WORD]
     """The --output of the founder's peer, which may be running; of another peer with --identity."""
     identity: Path | None = None
@@ -318,7 +306,6 @@ class EvaluateConfig(CommandConfig):
     Several GPUs share the tasks: `torchrun --nproc-per-node 8 -m spes_p2p evaluate ...`, or `accelerate launch -m`.
     """
 
-    program: ClassVar[str] = "spes evaluate"
     short_names: ClassVar[Mapping[str, str]] = {"json_file": "json"}
 
     checkpoint: Annotated[Path, WORD]
@@ -359,7 +346,6 @@ class ExportConfig(CommandConfig):
     """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline; from
     where a monitor uploads to; or from a running swarm by its link, or by --run-id and --initial-peers."""
 
-    program: ClassVar[str] = "spes export"
     short_names: ClassVar[Mapping[str, str]] = {"start_from": "from"}
 
     source: Annotated[str | None, WORD] = None
@@ -392,7 +378,6 @@ class AmendConfig(CommandConfig):
     Only rounds, learning rate, its schedule, the weights of a mixture of data, and revoked invites can change.
     """
 
-    program: ClassVar[str] = "spes amend"
     ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
 
@@ -431,7 +416,6 @@ class UpcycleSettings(Frozen):
 class UpcycleConfig(CommandConfig, UpcycleSettings):
     """Make a mixture of experts from a dense checkpoint: Qwen3-MoE from Qwen3, Mixtral from Llama."""
 
-    program: ClassVar[str] = "spes upcycle"
     short_names: ClassVar[Mapping[str, str]] = {"source": "from"}
 
 
@@ -448,8 +432,6 @@ def _folder(value: object) -> Path:
 
 class SimulateConfig(CommandConfig):
     """Compare ways to train in a simulation: `spes simulate convergence --output runs/convergence`."""
-
-    program: ClassVar[str] = "spes simulate"
 
     study: Annotated[ConfigFile, WORD]
     """YAML file with the study's base, seeds and variants."""
@@ -475,8 +457,6 @@ class HealthConfig(CommandConfig):
     A peer saves after every round that it commits.
     """
 
-    program: ClassVar[str] = "spes health"
-
     output: Path
     """The peer's --output."""
     minutes: PositiveFloat | None = None
@@ -492,8 +472,6 @@ class CtlConfig(CommandConfig):
     this round, and end); leave (hand over now); set and rules with NAME=VALUE ..., an empty VALUE for the default.
     set: threads, slots, duty (as 50%), uplink_mbit. rules: hours, on_battery, programs, gb_a_day.
     """
-
-    program: ClassVar[str] = "spes ctl"
 
     verb: Annotated[CtlVerb, WORD]
     """What to do."""

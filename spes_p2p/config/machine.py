@@ -81,8 +81,6 @@ class CommandConfig(Frozen):
         extra="forbid",  # guard: command-settings
         validate_default=True,
     )
-    program: ClassVar[str] = ""
-    """The command as it is typed; by default the script's name."""
     short_names: ClassVar[Mapping[str, str]] = {}
     """Short names of flags."""
     ignored: ClassVar[Collection[str]] = ()
@@ -340,8 +338,6 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
 
 class PeerConfig(VolunteerConfig, NamedRun):
     """Join a run with --initial-peers, or found one without, and train it."""
-
-    program: ClassVar[str] = "spes peer"
 
     config: ConfigFile | None = None
     """YAML or TOML of a new run's settings, under `run`, and this machine's. The name of a file that comes

@@ -415,7 +415,7 @@ def test_a_mistyped_command_is_told_the_right_one():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_commands_help_fits_two_screens_and_names_its_flags(name):
     settings = getattr(commands, COMMANDS[name][0])
-    text = help_text(settings, "--help", 80)
+    text = help_text(settings, "--help", 80, f"spes {name}")
     assert len(text.splitlines()) <= SCREENS
     assert max(map(len, text.splitlines())) <= 80
     assert f"usage: spes {name}" in text
