@@ -193,7 +193,7 @@ def _obey(orders: int, parent: int) -> NoReturn:
         sys.argv = [sys.argv[0], *arguments]
         sys.orig_argv = [sys.executable, "-m", "spes_p2p", *arguments]  # what a peer starts again with
         settings, main = PROGRAMS[arguments[0]]
-        entry_point(settings, main, arguments[1:])
+        entry_point(settings, main, arguments[1:], program=f"spes {arguments[0]}")
     except SystemExit as ended:
         leave(int(ended.code or 0))
     finally:  # an error of the program's own
