@@ -371,7 +371,7 @@ class HivemindSwarm:
     def keep_residuals(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         """Keep the residuals of a result's committed groups, and drop the others'; all if this peer fell behind."""
         tried, self._results = self._results, []  # whose means take memory
-        averaged = next((each for made, each in tried if made is result), Averaged())
+        averaged = next((each for made, each in tried if made.means is result.means), Averaged())
         self._encoded_deltas = None
         self._encoded = {}
         if SHARED in committed:

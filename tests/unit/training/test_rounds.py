@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from virtual import VirtualPeer, World, make_peer, peer_id, run_peers, run_virtual, tiny_run
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
+from spes_p2p.config import CodecConfig, MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.config.controls import Intent
 from spes_p2p.errors import DataError
 from spes_p2p.swarm.averaging.encoding import Contribution
@@ -56,6 +56,12 @@ def test_all_members_end_each_round_bit_identical(changes):
         holders = [peer for peer in peers if slot in peer.slots]
         assert holders, "every slot is held"
         assert len({digest(peer.anchors.weights(VectorName.of_slot(slot))) for peer in holders}) == 1
+
+
+def test_reducers_keep_what_a_committed_mean_was_rounded_by():
+    peers = run_virtual(tiny_run(codecs=CodecConfig(shared="int4")), num_peers=3, max_slots=3)
+    kept = [peer.swarm._averaging._residuals.get(SHARED) for peer in peers]
+    assert any(residual is not None and residual.any() for residual in kept)
 
 
 def test_frozen_experts_are_the_holders_versions_after_a_round():
