@@ -411,8 +411,8 @@ class Agreement:
             self._watch(entry)
             self._note_attempt(peer, attempt)
             (self.voter.forgetful.add if entry.is_lost else self.voter.forgetful.discard)(peer)
-        of, leads = self.attempts.of(attempt), last.leader(attempt) == self._me
-        if of is None or not leads or entered.member is None or not self._may_enter(peer, attempt):
+        of = self.attempts.of(attempt)
+        if of is None or last.leader(attempt) != self._me or not self._may_enter(peer, attempt):
             return
         if of.meeting is not None:  # it is late, and waits for the next attempt, or for the certificate
             return self._post(peer, of.meeting)
