@@ -105,7 +105,7 @@ def _say(number: int, old: RunConfig, new: RunConfig, last: Body) -> None:
     say(f"revision {number} of the run's settings, after round {last.round}:")
     for name, (before, after) in changes(old, new).items():
         say(f"  {name}: {_short(before)} -> {_short(after)}")
-    for letters in new.revoked_invites:
+    for letters in new.revoked_invites[len(old.revoked_invites) :]:
         if not any(invite.startswith(letters) for invite in last.seats.values()):
             say(f"  nobody has voted by an invite {letters}...: compare the letters with those on the page")
     rates = [rate_of_step(run, last.round) for run in (old, new)]

@@ -161,7 +161,7 @@ class Synchroniser:
             return ()
         judged = [SHARED] if SHARED in staged and roster.is_small else []
         judged += [n for n in staged if n.slot is not None and n.is_weights and {*roster.groups[n]} <= roster.guests]
-        forms = {name: self.held.form(name) for name in judged}
+        forms = {name: self.held.form(name) for name in judged if self.held.has(name)}
         return judge({n: staged[f] if f.is_kept else self.anchors.weights_of(n, staged[f]) for n, f in forms.items()})
 
     @property

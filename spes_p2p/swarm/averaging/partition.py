@@ -218,7 +218,7 @@ class GroupPlan:
     delta_numel: int
     usual_tokens: float
     replicas: frozenset[str]
-    guests: frozenset[str] = frozenset()
+    guests: frozenset[str]
 
     @classmethod
     def in_roster(

@@ -119,10 +119,14 @@ def test_each_changeable_setting_exists_and_a_revision_changes_something() -> No
         check_changes(settings(), settings())
 
 
-def test_what_is_revoked_stays_so() -> None:
+def test_what_is_revoked_stays_so(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = ({"revoked_invites": [letters]} for letters in ("abcdef", "ghijkl"))
     base = amend.changed(settings(), RunConfig.model_validate(first))
-    assert amend.changed(base, RunConfig.model_validate(second)).revoked_invites == ("abcdef", "ghijkl")
+    new = amend.changed(base, RunConfig.model_validate(second))
+    assert new.revoked_invites == ("abcdef", "ghijkl")
+    amend._say(2, base, new, last_body())
+    told = capsys.readouterr().out
+    assert "an invite ghijkl" in told and "an invite abcdef" not in told, "its voters have lost their seats"
 
 
 def test_sources_of_a_mixture_stay_and_only_their_weights_change() -> None:
