@@ -1,4 +1,4 @@
-# A peer as a careful volunteer runs it. What an image cannot take away from itself, compose.yaml does: see docs/joining.md.
+# A peer as a careful volunteer runs it. What an image cannot take away from itself, compose.yaml does: see docs/operating.md.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 COPY requirements.lock /

@@ -1,6 +1,6 @@
 """What happens in a watched run, as events: made from views, each once, kept in `metrics.jsonl`, and read back.
 
-`docs/metrics.md` documents every kind of event and its fields.
+`docs/monitoring.md` documents every kind of event and its fields.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Sink(Protocol):
     """Receives events, each once, and one view after another; by default it does nothing with a view."""
 
     def take(self, event: Event, view: SwarmView) -> None:
-        """Take an event, which `docs/metrics.md` describes, and the newest view."""
+        """Take an event, which `docs/monitoring.md` describes, and the newest view."""
 
     def update(self, view: SwarmView) -> None:
         """Take the newest view; its events have been taken."""

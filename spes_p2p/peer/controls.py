@@ -36,7 +36,7 @@ SAVE_SECONDS = 60.0
 """Pause between two writes of the day's traffic."""
 MAX_REST_SECONDS = 3600.0
 """Longest rest after a step; a step of a large model may take minutes."""
-SEE = "docs/controls.md"
+SEE = "docs/operating.md"
 
 
 class Controls:

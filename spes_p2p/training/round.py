@@ -1,6 +1,6 @@
 """One round of a peer: train, meet, average, agree, commit, fetch, load. The rest of this folder serves this page.
 
-Only the leader rank runs it; docs/one_round.md follows a round through all files.
+Only the leader rank runs it; docs/protocol.md follows a round through all files.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing(tmp_p
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("wish: stop", "wish='stop': input should be 'run' or 'pause'; see docs/controls.md; or delete the file"),
+        ("wish: stop", "wish='stop': input should be 'run' or 'pause'; see docs/operating.md; or delete the file"),
         ("limits: {threads: many}", "limits.threads='many'"),
         ("rules: {hours: always}", "hours='always'.*no span of hours"),
         ("rules: {moon: full}", "unknown setting rules.moon"),

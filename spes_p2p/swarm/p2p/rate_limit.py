@@ -15,7 +15,7 @@ class RateLimit:
     """Lets bytes go at the rate that a link carries, first come, first served.
 
     TCP finds that rate by overflowing queues. In an all-to-all exchange that costs a quarter of it: packets that one
-    receiver's link drops slow a sender down while other links idle (docs/bytes.md).
+    receiver's link drops slow a sender down while other links idle (docs/protocol.md).
 
     Args:
         uplink_mbit: The link's rate in 10^6 bits per second; None for no limit.
