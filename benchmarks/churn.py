@@ -21,7 +21,7 @@ from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.sweep import Point, RunResult, load_sweep, stored_runs
 
 SWEEP, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
-PAGE = Path("docs/protocol.md")
+PAGE = Path("docs/membership.md")
 UNDISTURBED, CHURN = "undisturbed", "churn"
 MIN_REPLACED, MIN_COMMITTED, MAX_WORSE = 30.0, 95.0, 1.0
 """Per cent."""
@@ -36,7 +36,7 @@ class ChurnBenchmarkConfig(CommandConfig):
     results: Path = RESULTS
     """Its output."""
     write: bool = False
-    """Put the table into docs/protocol.md."""
+    """Put the table into docs/membership.md."""
 
 
 def main(config: ChurnBenchmarkConfig) -> int:

@@ -86,7 +86,7 @@ def _page(text: str, circumstances: dict) -> str:
     return (
         f"# Claims, simulated\n\n{text}\n\n{circumstances['cores']} cores of an {circumstances['cpu']}, no "
         f"accelerator, {circumstances['date']}; lease 30 s, heartbeat 10 s. What is simulated, and checked: "
-        f"[docs/protocol.md](../../docs/protocol.md).\n"
+        f"[docs/claims.md](../../docs/claims.md).\n"
     )
 
 
