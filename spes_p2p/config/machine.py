@@ -223,10 +223,11 @@ class OwnData(Frozen):
         """Return the run's data settings with this machine's token shards or conversations, in place of the founder's.
 
         Raises:
-            ConfigError: the run does not train on files, or text and shards are both given.
+            ConfigError: the run trains on no files of its peers, or text and shards are both given.
         """
-        if self.shards and data.source != "files":
-            raise ConfigError(f"--data is of use where data.source=files, not {data.source}; drop it")
+        if (self.shards or self.text) and data.source != "files":
+            flag = "--data" if self.shards else "--text"
+            raise ConfigError(f"{flag}: this run trains on its own text (data.source={data.source}); drop {flag}")
         if self.shards and self.text:
             raise ConfigError("--text and --data exclude each other; drop one")
         if data.fingerprint and not (self.shards or data.urls):

@@ -423,7 +423,8 @@ def test_a_founders_paths_are_never_read_on_another_machine():
     ("own", "data", "said"),
     [
         ({"data": ["a"], "text": ["b"]}, {"source": "files"}, "--text and --data exclude each other"),
-        ({"data": ["a"]}, {"source": "embedded"}, "--data is of use where data.source=files"),
+        ({"data": ["a"]}, {"source": "embedded"}, "trains on its own text .data.source=embedded.; drop --data"),
+        ({"text": ["a"]}, {"source": "embedded"}, "trains on its own text .data.source=embedded.; drop --text"),
         ({"text": ["a"]}, {"source": "files", "fingerprint": "0" * 64}, "name them with --data"),
     ],
 )
