@@ -1,1 +1,1 @@
-"""What the numbers in docs/benchmarks.md come from."""
+"""What the numbers in docs/benchmarks.md and benchmarks/results/ come from."""

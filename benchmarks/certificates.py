@@ -261,7 +261,7 @@ PARTS: dict[str, Callable[[Seen], Iterator[Row]]] = {
     "time": round_time,
     "lines": lines,
 }
-BOARD = Scoreboard(RESULTS / "certificates.json", Path("docs/benchmarks.md"), "CERTIFICATES", PARTS)
+BOARD = Scoreboard(RESULTS / "certificates.json", Path("benchmarks/results/certificates.md"), "CERTIFICATES", PARTS)
 
 
 class CertificatesConfig(CommandConfig):
@@ -271,7 +271,7 @@ class CertificatesConfig(CommandConfig):
     """Parts of the table to measure; by default all."""
     write: bool = False
     """Leave what was measured in benchmarks/results/certificates.json and, between its markers, in
-    docs/benchmarks.md."""
+    certificates.md beside it."""
     log_level: LogLevel = "warning"
 
 

@@ -253,7 +253,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "connection": connection,
     "saving": saving,
 }
-BOARD = Scoreboard(RESULTS, Path("docs/benchmarks.md"), "ELASTIC", PARTS)
+BOARD = Scoreboard(RESULTS, Path("benchmarks/results/elastic.md"), "ELASTIC", PARTS)
 
 
 class ElasticConfig(CommandConfig):
@@ -266,7 +266,7 @@ class ElasticConfig(CommandConfig):
     seed: int | None = None
     """Of all that is drawn; drawn itself by default."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/elastic.json and, between its markers, in docs/benchmarks.md."""
+    """Leave what was measured in benchmarks/results/elastic.json, and in elastic.md beside it."""
     log_level: LogLevel = "warning"
 
 

@@ -1,4 +1,4 @@
-"""What joining is worth: the sweeps' results as the tables of docs/benchmarks.md and docs/convergence.md.
+"""What joining is worth: the sweeps' results as the tables of benchmarks/results/convergence.md.
 
     .venv/bin/python benchmarks/joining.py [--write]
 
@@ -26,7 +26,7 @@ SPEED = Path("benchmarks/results/simulator_speed.json")
 PICTURES, PICTURED = Path("docs/convergence"), ("solo", "solo_in_memory", "ours", "centralised")
 MAP, MAP_RESULTS = Path("configs/map.yaml"), Path("benchmarks/results/map")
 HOLDERS = {"all": "all slots everywhere", "two": "two holders", "one": "one holder"}
-BENCHMARKS, PAGE = Path("docs/benchmarks.md"), Path("docs/convergence.md")
+PAGE = Path("benchmarks/results/convergence.md")
 
 
 class JoiningConfig(CommandConfig):
@@ -37,7 +37,7 @@ class JoiningConfig(CommandConfig):
     results: Path = Path("benchmarks/results/convergence")
     """Its output."""
     write: bool = False
-    """Put the tables into docs/benchmarks.md and docs/convergence.md, between their markers."""
+    """Put the tables into benchmarks/results/convergence.md, between their markers."""
 
 
 def figures(results: Results) -> Iterator[Row]:
@@ -177,7 +177,6 @@ def main(config: JoiningConfig) -> int:
     say(f"{schemes}\n{goals}\n{the_map}")
     if config.write:
         fill(PAGE, "MAP", the_map)
-        fill(BENCHMARKS, "JOINING", goals)
         fill(PAGE, "TABLE", f"{schemes}\n{goals}")
         every = [name for name in sweep.variants if any(variant == name for variant, _ in results)]
         for name, picture in {

@@ -60,7 +60,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "punched_speed": network_rows.punched_speed,
     "hostile_introducers": network_rows.hostile_introducers,
 }
-BOARD = Scoreboard(Path("benchmarks/results/network.json"), Path("docs/benchmarks.md"), "NETWORK", PARTS)
+BOARD = Scoreboard(Path("benchmarks/results/network.json"), Path("benchmarks/results/network.md"), "NETWORK", PARTS)
 
 
 class NetworkConfig(CommandConfig):
@@ -73,7 +73,7 @@ class NetworkConfig(CommandConfig):
     congestion: str = "cubic"
     """TCP's congestion control: `cubic`, which most machines have, or `bbr`."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/network.json and, between its markers, in docs/benchmarks.md."""
+    """Leave what was measured in benchmarks/results/network.json, and in network.md beside it."""
     log_level: LogLevel = "warning"
 
 

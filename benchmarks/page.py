@@ -40,7 +40,7 @@ from spes_p2p.presentation import say
 from spes_p2p.swarm.certificate import MemberEntry, genesis
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
-RESULTS, DOCUMENT, PICTURES = ROOT / "benchmarks/results/page.json", ROOT / "docs/benchmarks.md", ROOT / "docs/page"
+RESULTS, PICTURES = ROOT / "benchmarks/results/page.json", ROOT / "docs/page"
 TESTS = "tests/unit/monitor/test_monitor_page"
 AXE = f"{TESTS}_browser.py::test_axe_finds_nothing"
 MARKUP = f"{TESTS}_browser.py::test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup"
@@ -476,7 +476,7 @@ PARTS: dict[str, Callable[[Seen], Iterator[Row]]] = {
     "promises": promises,
     "upload": upload,
 }
-BOARD = Scoreboard(RESULTS, DOCUMENT, "PAGE", PARTS)
+BOARD = Scoreboard(RESULTS, RESULTS.with_suffix(".md"), "PAGE", PARTS)
 
 
 class PageConfig(CommandConfig):
@@ -485,7 +485,7 @@ class PageConfig(CommandConfig):
     only: list[Part] = []
     """Parts of the table to measure; by default all."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/page.json and, between its markers, in docs/benchmarks.md."""
+    """Leave what was measured in benchmarks/results/page.json, and in page.md beside it."""
     pictures: bool = False
     """Take the pictures of docs/page anew."""
     log_level: LogLevel = "warning"

@@ -85,7 +85,7 @@ class RealSizeConfig(CommandConfig):
     work: Path = Path("runs/real_size")
     """Folder of the peers; emptied first."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/real_size.json and, between its markers, in docs/benchmarks.md."""
+    """Leave what was measured in benchmarks/results/real_size.json, and in real_size.md beside it."""
 
 
 def _settings(work: Path, *, min_peers: int, rounds: int, steps: int = STEPS, storage: str | None = None) -> Path:
@@ -469,7 +469,8 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "loss": loss_rows,
     "many": many_rows,
 }
-BOARD = Scoreboard(ROOT / "benchmarks/results/real_size.json", ROOT / "docs/benchmarks.md", "REAL SIZE", PARTS)
+RESULTS = ROOT / "benchmarks/results/real_size.json"
+BOARD = Scoreboard(RESULTS, RESULTS.with_suffix(".md"), "REAL SIZE", PARTS)
 
 
 def main(config: RealSizeConfig) -> int:

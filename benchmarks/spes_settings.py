@@ -1,4 +1,4 @@
-"""The table of SPES's settings in docs/spes_settings.md, from `spes_p2p/config/spes_settings.yaml`.
+"""The table of SPES's settings in benchmarks/results/spes_settings.md, from `spes_p2p/config/spes_settings.yaml`.
 
 `python -m benchmarks.spes_settings --write` renews it.
 """
@@ -17,7 +17,7 @@ from spes_p2p.config import Frozen
 from spes_p2p.presentation import say
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "spes_settings.md"
+PAGE = ROOT / "benchmarks" / "results" / "spes_settings.md"
 FILE = ROOT / "spes_p2p" / "config" / "spes_settings.yaml"
 MARKER = "SETTINGS"
 

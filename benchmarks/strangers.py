@@ -174,7 +174,9 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "downloads": downloads,
     "guards": guards,
 }
-BOARD = Scoreboard(Path("benchmarks/results/strangers.json"), Path("docs/benchmarks.md"), "STRANGERS", PARTS)
+BOARD = Scoreboard(
+    Path("benchmarks/results/strangers.json"), Path("benchmarks/results/strangers.md"), "STRANGERS", PARTS
+)
 
 
 class StrangersConfig(CommandConfig):
@@ -193,7 +195,7 @@ class StrangersConfig(CommandConfig):
     seed: Annotated[int, Field(ge=0)] | None = None
     """Of all that is drawn; drawn itself by default."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/strangers.json and, between its markers, in docs/benchmarks.md."""
+    """Leave what was measured in benchmarks/results/strangers.json, and in strangers.md beside it."""
     log_level: Literal["debug", "info", "warning", "error"] = "error"
     """Least severe event to log; peers that are attacked have much to warn of."""
 

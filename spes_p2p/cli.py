@@ -234,7 +234,7 @@ def _of_spes(key: str) -> str:
     """Return where to look if a name that is no setting here is one of SPES's."""
     known = Path(__file__).with_name("config") / "spes_settings.yaml"
     is_of_spes = f"{{key: {key.removeprefix('run.')}," in known.read_text(encoding="utf-8")
-    return "SPES's settings are beside ours in docs/spes_settings.md; " if is_of_spes else ""
+    return "SPES's settings are beside ours in benchmarks/results/spes_settings.md; " if is_of_spes else ""
 
 
 def _like(word: str, known: Iterable[str]) -> str:

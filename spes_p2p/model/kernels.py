@@ -371,7 +371,7 @@ class MegablocksKernel(StackedKernel):
         try:
             _grouped_gemm()
         except ImportError as error:
-            return f"{error}; pip install 'spes-p2p[megablocks]' or see docs/kernels.md"
+            return f"{error}; pip install 'spes-p2p[megablocks]' or see docs/planning.md"
         return None
 
     def _rows_times(self, rows: Tensor, routing: Routing, weights_EOI: Tensor, transposed: bool) -> Tensor:

@@ -102,7 +102,8 @@ def test_a_key_stands_in_the_table_once_and_its_counterpart_exists() -> None:
 def test_a_config_of_spes_is_refused_with_the_page_that_has_our_names(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"SPES's settings are beside ours in docs/spes_settings.md; remove it"):
+    page = "benchmarks/results/spes_settings.md"
+    with pytest.raises(ConfigError, match=f"SPES's settings are beside ours in {page}; remove it"):
         load_settings(PeerConfig, ["--run-id", "r", "--config", str(file)])
 
 

@@ -390,7 +390,7 @@ def test_megablocks_without_products_says_how_to_install_them(packages):
     reason = KERNELS["megablocks"]().available(CUDA)
     assert reason == (
         f"{NO_KERNELS[2:]}; not grouped_gemm: import of grouped_gemm.backend halted; None in sys.modules; "
-        "pip install 'spes-p2p[megablocks]' or see docs/kernels.md"
+        "pip install 'spes-p2p[megablocks]' or see docs/planning.md"
     )
 
 
