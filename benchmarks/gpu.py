@@ -65,7 +65,7 @@ class GpuConfig(CommandConfig):
     device: Device = "cuda"
     """Where to measure; on a CPU the shapes are tiny."""
     results: Path | None = None
-    """Folder in which to leave a GPU's figures, under its name, and which benchmarks/results/gpu.md shows."""
+    """Folder in which to leave a GPU's figures, under its name, and which a page beside it shows."""
     work: Path = Path("runs/gpu")
     """Folder of the peers and of profiles; emptied first."""
 
@@ -368,7 +368,7 @@ def main(config: GpuConfig) -> int:
     device = torch.cuda.get_device_name() if config.device == "cuda" else "cpu"
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     board = Scoreboard(
-        (config.results or Path()) / f"gpu-{slug}.json", ROOT / "benchmarks/results/gpu.md", "GPU", PARTS
+        (config.results or Path()) / f"gpu-{slug}.json", ROOT / "benchmarks/results/gpu-nvidia-h200.md", "GPU", PARTS
     )
     is_kept = config.results is not None and not bench.is_tiny
     is_reached = board.run(config.only, lambda _: bench, (lambda _: {"device": device}) if is_kept else None)
