@@ -337,7 +337,6 @@ def traffic_rows(folder: Path) -> Iterator[Row]:
     full = round_traffic(model_size(whole.model, vocab), 64, peers, setup).total
     for name, adapter in (
         ("attention and all experts", AdapterConfig()),
-        ("attention and all experts, LoRA's factor B alone", AdapterConfig(factors="b")),
         ("attention", AdapterConfig(targets=["attention"])),
     ):
         run = RunConfig(model=model, adapter=adapter)
@@ -354,7 +353,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "mixture": {"family": "olmoe", "num_experts": 8, "top_k": 2, "intermediate_size": 96},
 }
 CASES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "dense": {"a dense model": {}, "a dense model, only LoRA's factor B averaged": {"factors": "b"}},
+    "dense": {"a dense model": {}},
     "mixture": {
         "experts by slots, two holders": {"experts": "slots"},
         "attention only": {"targets": ["attention"]},

@@ -150,7 +150,7 @@ class StartConfig(Frozen):
         return self
 
 
-AdapterTarget = Literal["attention", "mlp", "experts", "router"]
+AdapterTarget = Literal["attention", "mlp", "experts"]
 
 
 class AdapterStart(Frozen):
@@ -172,15 +172,12 @@ class AdapterConfig(Frozen):
     """Rows of A, and columns of B."""
     alpha: PositiveFloat = 16.0
     """Scale of the adapters, times the rank."""
-    targets: Annotated[list[AdapterTarget], Field(min_length=1, max_length=4)] = ["attention", "mlp", "experts"]
-    """Matrices with adapters: of attention, of dense layers (`mlp`), of experts, of routers. What the model lacks is of
-    no effect."""
+    targets: Annotated[list[AdapterTarget], Field(min_length=1, max_length=3)] = ["attention", "mlp", "experts"]
+    """Matrices with adapters: of attention, of dense layers (`mlp`), of experts. Kinds that the model lacks are
+    ignored."""
     experts: Literal["shared", "slots"] = "shared"
     """Where the experts' adapters belong: `shared`, so that each peer trains all of them, or to the experts' `slots`,
     which peers claim. The second is for adapters that no machine could train together."""
-    factors: Literal["both", "b"] = "both"
-    """Factors that are trained and averaged. With `b` A stays as the run's seed draws it on every peer: the mean of
-    products is then the product of means, and a round sends about half the bytes."""
     base: Storage = "bf16"
     """Precision of the base's matrices as peers send them to those that have no copy. Released checkpoints in bf16 lose
     nothing in bf16. A machine holds the base as it chooses with --storage."""
@@ -200,6 +197,4 @@ class AdapterConfig(Frozen):
                 f"adapter.experts=slots needs experts and attention among adapter.targets={self.targets}; add them, or "
                 f"set adapter.experts=shared"
             )
-        if self.start is not None and self.factors == "b":
-            raise ValueError("adapter.factors=b draws A from the run's seed; start a new adapter, or set factors=both")
         return self

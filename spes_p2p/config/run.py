@@ -384,11 +384,6 @@ class RunConfig(Frozen):
         """Tokens that the swarm trains in one round of mode `tokens`: with `round.samples`, all of their sequences."""
         return self.round.samples * self.data.sequence_length if self.round.samples else self.round.tokens
 
-    @property
-    def slots_start_at_zero(self) -> bool:
-        """Whether the run begins with slots of zeros: LoRA's factor B, where it alone is trained."""
-        return self.adapter is not None and self.adapter.experts == "slots" and self.adapter.factors == "b"
-
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
         train = self.train
@@ -417,8 +412,8 @@ class RunConfig(Frozen):
                 f"--adapter FOLDER, which sets both"
             )
         if self.adapter is not None:
-            absent = {"mlp"} if self.model.num_experts else {"experts", "router"}
-            if not set(self.adapter.targets) - absent:
+            absent = "mlp" if self.model.num_experts else "experts"
+            if not set(self.adapter.targets) - {absent}:
                 raise ValueError(f"adapter.targets={self.adapter.targets} fits no matrix of this model; add attention")
         if self.adapter is not None and self.merge.alpha:
             raise ValueError(f"merge.alpha={self.merge.alpha:g} merges experts, not adapters; set it to 0")

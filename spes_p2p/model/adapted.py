@@ -16,7 +16,7 @@ from spes_p2p.config import AdapterTarget, RunConfig
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
 from spes_p2p.model.build import check_attention, draw_buffers, meta_model
 from spes_p2p.model.kernels import LoopKernel
-from spes_p2p.model.lora import A, AdapterBank, FrozenEmbedding, FrozenHead, FrozenLinear, adapt_router, frozen
+from spes_p2p.model.lora import A, AdapterBank, FrozenEmbedding, FrozenHead, FrozenLinear, frozen
 from spes_p2p.model.slot_model import SlotModel
 
 TARGETS: dict[str, AdapterTarget] = {
@@ -75,7 +75,6 @@ def build_adapted(
             bank.frozen.put(slot, {key: weight_OI})
     draw_buffers(module)
     module.tie_weights(recompute_mapping=False)
-    _seed_factors(model, run)
     return model
 
 
@@ -109,9 +108,6 @@ def _skeleton(run: RunConfig, vocab_size: int, storage: str, attention: str, dev
     module.set_input_embeddings(embedding)
     head: Any = module.get_output_embeddings()
     module.set_output_embeddings(FrozenHead(head.in_features, head.out_features, bias=False, device="meta"))
-    for name, child in list(module.named_modules()):
-        if name.endswith(".mlp.gate") and "router" in adapter.targets:
-            adapt_router(child, adapter, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and ".lora_" in name)
     return SlotModel(module, banks if adapter.experts == "slots" else {})
@@ -122,28 +118,8 @@ def _load_shared(owner: nn.Module, key: str, tensor: Tensor, wide: torch.dtype) 
     if isinstance(owner, FrozenLinear) and key == "weight":
         owner.load(tensor)
         return
-    if key == "weight" and "base" in owner._parameters:  # a router with an adapter
-        key = "base"
     is_table = isinstance(owner, nn.Embedding | FrozenHead)
     owner.register_parameter(key, frozen(tensor.to(wide if is_table else torch.float32, copy=True)))
-
-
-def _seed_factors(model: SlotModel, run: RunConfig) -> None:
-    """Draw the factors that no run sends, where it has some."""
-    adapter = run.adapter
-    assert adapter is not None
-    if adapter.factors == "both":
-        return
-    for name, child in model.module.named_modules():
-        if isinstance(child, AdapterBank):
-            for slot in range(child.num_experts):
-                child.seeded[slot] = {
-                    key: drawn_factor(f"{name}.{key}", shape, run.seed, slot)
-                    for key, shape in child.seeded_shapes.items()
-                }
-        elif A in child._parameters:
-            factor: Any = child._parameters[A]
-            factor.data = drawn_factor(f"{name}.{A}", tuple(factor.shape), run.seed)
 
 
 def drawn_factor(name: str, shape: tuple[int, ...], seed: int, expert: int | None = None) -> Tensor:
@@ -169,7 +145,7 @@ def drawn_factor(name: str, shape: tuple[int, ...], seed: int, expert: int | Non
 
 
 class InitialFactors:
-    """The trained factors of a run's start, by slot, drawn when they are asked for.
+    """The factors of a run's start, by slot, drawn when they are asked for.
 
     Args:
         model: The run's model with adapters; may be an outline.

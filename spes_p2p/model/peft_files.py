@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spes_p2p.config import AdapterConfig, AdapterTarget, RunConfig
 from spes_p2p.errors import ConfigError, DataError, one_line
-from spes_p2p.model.adapted import TARGETS, Base, InitialFactors, drawn_factor
+from spes_p2p.model.adapted import TARGETS, Base, InitialFactors
 from spes_p2p.model.export import Shards, on_disk_names, write_settings, written_folder
 from spes_p2p.model.frozen import GATE_UP, WEIGHT_NAMES
 from spes_p2p.model.lora import A, B
@@ -25,9 +25,7 @@ from spes_p2p.model.slot_model import SlotModel
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-EXPERTS, ROUTER = ".mlp.experts.", ".mlp.gate."
-PARAMETERS = {"experts": [f"mlp.experts.{name}" for name in WEIGHT_NAMES], "router": ["mlp.gate.weight"]}
-"""peft's `target_parameters` by target."""
+EXPERTS = ".mlp.experts."
 MAX_ADAPTER_BYTES = 2**34
 MERGED_BYTES = 2**30
 """Size of a file of a merged checkpoint."""
@@ -113,8 +111,6 @@ def _target(name: str) -> AdapterTarget:
     """Return the target to which one of peft's tensors belongs."""
     if EXPERTS in name:
         return "experts"
-    if ROUTER in name:
-        return "router"
     parts = name.split(".")
     found = next((TARGETS[part] for part in parts if part in TARGETS), None)
     if found is None or not any(f".{factor}." in name for factor in (A, B)):
@@ -221,7 +217,7 @@ def _loaded(path: Path) -> dict[str, Tensor]:
 
 
 class Factors:
-    """A run's factors by weight, those included that no peer sends.
+    """A run's factors by weight.
 
     Args:
         model: The run's model with adapters; may be an outline.
@@ -232,44 +228,23 @@ class Factors:
     def __init__(self, model: SlotModel, run: RunConfig, read: Read) -> None:
         assert run.adapter is not None
         self.adapter = run.adapter
-        self.num_experts = run.model.num_experts
-        self._seed = run.seed
         self._found = dict(read(None))
         for slot in range(model.num_slots):
             for name, factor in read(slot).items():
                 self._found.setdefault(name, torch.empty(model.num_slots, *factor.shape))[slot] = factor
         self.weights = sorted({name.rpartition(".")[0] for name in self._found})
-        self._set = frozenset(self.weights)
-        self._widths = _widths(model)
 
     def of(self, weight: str) -> tuple[Tensor, Tensor]:
         """Return A and B of a weight: `[r, I]` and `[O, r]`, of experts `[E, r, I]` and `[E, O, r]`."""
-        b = self._found[f"{weight}.{B}"]
-        a = self._found.get(f"{weight}.{A}")
-        if a is None:
-            shape = (*b.shape[:-2], self.adapter.rank, self._widths[weight])
-            a = drawn_factor(f"{weight}.{A}", shape, self._seed)
-        return a.float(), b.float()
+        return self._found[f"{weight}.{A}"].float(), self._found[f"{weight}.{B}"].float()
 
     def merged(self, name: str, slot: int | None, base_OI: Tensor) -> Tensor:
         """Return a weight of the base, of one expert or of the shared part, with its adapter added."""
         weight = name if slot is not None else name.removesuffix(".weight")
-        if weight not in self._set:
+        if weight not in self.weights:
             return base_OI
         a, b = (factor if slot is None else factor[slot] for factor in self.of(weight))
         return (base_OI.float() + self.adapter.scale * (b @ a)).to(base_OI.dtype)
-
-
-def _widths(model: SlotModel) -> dict[str, int]:
-    """Return the input features of each weight with factors that no peer sends."""
-    widths: dict[str, int] = {}
-    for name, child in model.module.named_modules():
-        for key, shape in getattr(child, "seeded_shapes", {}).items():
-            widths[f"{name}.{key.rpartition('.')[0]}"] = shape[1]
-        factor = child._parameters.get(A)
-        if factor is not None:
-            widths[name] = factor.shape[1]
-    return widths
 
 
 def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, card: str = "", base: str = "") -> int:
@@ -307,8 +282,7 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
     name, _, commit = (base, "", "") if Path(base).is_absolute() else base.partition("@")
     modules = [part for part, target in TARGETS.items() if target in targets]
     ends = {weight.rpartition(".")[2] for weight in factors.weights}
-    chosen = [name for target in ("experts", "router") if target in targets for name in PARAMETERS[target]]
-    parameters = {name: f".{name.removesuffix('.weight')}" for name in chosen}  # the ends of the weights' names here
+    parameters = [f"mlp.experts.{name}" for name in WEIGHT_NAMES if EXPERTS in f".{factors.weights[0]}."]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -322,9 +296,7 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
         "target_modules": [name for name in modules if name in ends],
-        "target_parameters": [
-            name for name, end in parameters.items() if any(weight.endswith(end) for weight in factors.weights)
-        ],
+        "target_parameters": parameters,
     }
 
 

@@ -173,7 +173,7 @@ class SlotModel:
 
     def claimed_modules(self) -> list[nn.Module]:
         """Return the modules that use the claimed slots' parameters, one per layer."""
-        return [bank.trained for bank in self._banks.values()]
+        return [bank.trained for bank in self._banks.values() if isinstance(bank, ExpertBank)]
 
     def gather(self) -> None:
         """Replace the claimed slots' sharded parameters by new, unsharded ones; call it on all ranks."""

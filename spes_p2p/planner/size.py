@@ -48,7 +48,7 @@ class ModelSize:
     table_params: int = 0
     """The base's embedding and head, in bf16 unless the storage is fp32."""
     kept_params: int = 0
-    """The base's norms, biases and routers, and factors that are not trained, in fp32."""
+    """The base's norms, biases and routers, in fp32."""
     expert_params: int = 0
     """The base's matrices of experts."""
     slot_base_params: int = 0
@@ -94,14 +94,12 @@ def run_size(run: RunConfig, vocab_size: int) -> ModelSize:
     whole, adapter, model = model_size(run.model, vocab_size), run.adapter, run.model
     if adapter is None:
         return whole
-    both = adapter.factors == "both"
-    shared, slot, seeded = list[int](), list[int](), 0
+    shared, slot = list[int](), list[int]()
     for target, num_out, num_in, count in _adapted_matrices(model):
         if target not in adapter.targets:
             continue
-        factors = [adapter.rank * num_out, *([adapter.rank * num_in] if both else [])]
+        factors = [adapter.rank * num_out, adapter.rank * num_in]
         experts = model.num_experts if target == "experts" else 1
-        seeded += 0 if both else count * experts * adapter.rank * num_in
         if target == "experts" and adapter.experts == "slots":
             slot += [numel for numel in factors for _ in range(count)]
         else:
@@ -121,7 +119,7 @@ def run_size(run: RunConfig, vocab_size: int) -> ModelSize:
         num_layers=model.num_layers,
         base_params=matrices,
         table_params=tables,
-        kept_params=whole.total_params - matrices - tables + seeded,
+        kept_params=whole.total_params - matrices - tables,
         expert_params=model.num_experts * whole.slot_params,
         slot_base_params=whole.slot_params,
     )
@@ -140,7 +138,6 @@ def _adapted_matrices(model: ModelConfig) -> Iterator[tuple[AdapterTarget, int, 
     else:
         yield "experts", 2 * inner, width, layers
         yield "experts", width, inner, layers
-        yield "router", model.num_experts, width, layers
 
 
 def _shared_tensors(model: ModelConfig, num_rows: int) -> Iterator[tuple[Kind, int, int]]:

@@ -67,7 +67,6 @@ class LossGate:
     """
 
     def __init__(self, trainer: Trainer, sync: Synchroniser, probe_BT1: LongTensor) -> None:
-        self._bounds_lengths = not sync.run.slots_start_at_zero
         self._trainer = trainer
         self._sync = sync
         self._probe_BT1 = probe_BT1
@@ -149,7 +148,7 @@ class LossGate:
         kept = []
         for name, length in lengths.items():
             least = min(self._lengths[name], default=0.0) or math.inf  # guard: stepwise-longer
-            is_longer = self._bounds_lengths and not length <= MAX_LONGER * least
+            is_longer = not length <= MAX_LONGER * least
             if is_longer and self._put(name, before=True):  # guard: longer-slot
                 self._refuse(name, f"it is {length / least:.0f} times as long", is_clear=True)
             else:

@@ -32,14 +32,13 @@ TRAIN = TrainConfig(
     **{"balance_loss": 0.0, "router_z_loss": 0.0},
 )
 ALL = [
-    *(("olmoe", owner, factors) for owner in ("shared", "slots") for factors in ("both", "b")),
-    *(("qwen3_moe", "slots", "both"), ("mixtral", "shared", "both")),
-    *((family, "shared", "both") for family in ("llama", "qwen3", "gemma")),
+    *(("olmoe", "shared"), ("olmoe", "slots"), ("qwen3_moe", "slots"), ("mixtral", "shared")),
+    *((family, "shared") for family in ("llama", "qwen3", "gemma")),
 ]
 
 
 def run_over(source: Path, **adapter: Any) -> RunConfig:
-    chosen = AdapterConfig(**{"rank": RANK, "targets": ["attention", "mlp", "experts", "router"]} | adapter)
+    chosen = AdapterConfig(**{"rank": RANK, "targets": ["attention", "mlp", "experts"]} | adapter)
     return RunConfig(model=model_of(source), train=TRAIN, data=DataConfig(sequence_length=SEQUENCE), adapter=chosen)
 
 
@@ -68,21 +67,19 @@ def save(run: RunConfig, model: SlotModel, folder: Path) -> Path:
 # ---------------------------------------------------------------------- against peft
 
 
-@pytest.mark.parametrize(("family", "owner", "factors"), sample(ALL, [ALL[0], ALL[4], ALL[6]]))
+@pytest.mark.parametrize(("family", "owner"), sample(ALL, [ALL[0], ALL[2], ALL[4]]))
 def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(
-    tmp_path: Path, family: str, owner: str, factors: str
+    tmp_path: Path, family: str, owner: str
 ) -> None:
     from peft import PeftModel
 
     source = saved(tmp_path / "base", family)
-    run = run_over(source, experts=owner, factors=factors)
+    run = run_over(source, experts=owner)
     model = model_over(source, run)
     for slot in range(model.num_slots):
         model.adopt(slot)
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(plain, save(run, model, tmp_path / "start"), is_trainable=True)
-    for name, parameter in theirs.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and (factors == "both" or "lora_A" not in name))
     parameters = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
     batches = [tokens(2, SEQUENCE + 1).roll(step, 1) for step in range(STEPS)]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)

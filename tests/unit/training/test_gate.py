@@ -10,7 +10,7 @@ import torch
 from virtual import VOCAB, RandomTokens, VirtualPeer, World, make_peer, peer_id, run_peers, tiny_run
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import AdapterConfig, ModelConfig, RoundConfig, RunConfig
+from spes_p2p.config import ModelConfig, RoundConfig
 from spes_p2p.data.shared import PROBE_TOKENS
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import ExchangeError
@@ -342,17 +342,6 @@ def test_later_versions_are_not_compared_with_one_that_was_refused(monkeypatch):
     monkeypatch.setattr(gate_module, "MAX_WORSE", math.inf)
     gate.load(newer(1.001, round=2))
     assert peer.swarm.versions()[VectorName.of_slot(1)].round == 2
-
-
-def test_slots_that_start_at_zero_are_judged_by_the_loss_alone(monkeypatch):
-    monkeypatch.setattr(gate_module, "MAX_WORSE", math.inf)
-    gate, peer, newer = opened()
-    gate._bounds_lengths = False
-    gate.load(newer(2 * MAX_LONGER))
-    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
-    b = AdapterConfig(experts="slots", factors="b")
-    starts = [RunConfig(adapter=adapter).slots_start_at_zero for adapter in (b, AdapterConfig(experts="slots"), None)]
-    assert starts == [True, False, False]
 
 
 def test_a_slot_that_does_not_is_kept():
