@@ -34,7 +34,7 @@ from benchmarks.stock import stock_step
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
-from spes_p2p.model.build import FAMILIES, build_slot_model, hf_config
+from spes_p2p.model.build import build_slot_model, hf_config, model_class
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.planner.memory import Setup, peer_memory
@@ -260,7 +260,7 @@ def _stock_rows(bench: Bench) -> Iterator[Row]:
     config = hf_config(run.model, vocab_size, run.data.sequence_length)
     config.output_router_logits = True
     with torch.device(bench.device):
-        module = FAMILIES[run.model.family][1](config).train()
+        module = model_class(run.model.family)(config).train()
     module.activation_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     tokens = RandomTokens(vocab_size, run.data.sequence_length, bench.device, SEED)

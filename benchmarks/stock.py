@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.cluster import LocalCluster
 from benchmarks.tasks import StockTask, Subject
 from spes_p2p.config import RunConfig
-from spes_p2p.model.build import FAMILIES, hf_config, stock_model
+from spes_p2p.model.build import hf_config, model_class, stock_model
 
 WARM_UP_STEPS = 5
 LR_STEPS = 50
@@ -127,7 +127,7 @@ def default_stock_model(run: RunConfig, vocab_size: int) -> PreTrainedModel:
     config = hf_config(run.model, vocab_size, run.data.sequence_length)
     config.output_router_logits = True
     config.router_aux_loss_coef = run.train.balance_loss
-    module = FAMILIES[run.model.family][1](config)
+    module = model_class(run.model.family)(config)
     module.load_state_dict(stock_model(run.model, vocab_size, run.data.sequence_length, run.seed).state_dict())
     return module.train()
 

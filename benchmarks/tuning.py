@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -173,9 +172,8 @@ def _rss(field: str = "VmRSS") -> int:
 
 def _own_step(source: Path, recomputes: bool, tokens: torch.Tensor) -> Callable[[], Any]:
     run = _run_over(source, TOKENS, targets=["experts"])
-    with ExitStack() as stack:
-        base = StartWeights(source, outline(run.model, 256, TOKENS), stack)
-        model = build_adapted(run, base, vocab_size=256, storage="fp32")
+    base = StartWeights(source, outline(run.model, 256, TOKENS))
+    model = build_adapted(run, base, vocab_size=256, storage="fp32")
     model.load_shared(InitialFactors(model, 0).read(None))
     machine = MachineConfig(activation_checkpointing=recomputes)
     trainer = Trainer(model, run.train, _Same(tokens), Ranks("cpu"), machine)
@@ -300,11 +298,10 @@ def _load(how: str, source: Path) -> tuple[int, int]:
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         kept = sum(parameter.nbytes for parameter in model.parameters())
     else:
-        with ExitStack() as stack:
-            base = StartWeights(source, outline(run.model, 1024, 128), stack)
-            machine = MachineConfig(storage=how)  # type: ignore[arg-type]
-            data = _Same(torch.zeros(1, 129, dtype=torch.long))
-            model = build_trainer(run, 1024, data, Ranks("cpu"), machine=machine, base=base)
+        base = StartWeights(source, outline(run.model, 1024, 128))
+        machine = MachineConfig(storage=how)  # type: ignore[arg-type]
+        data = _Same(torch.zeros(1, 129, dtype=torch.long))
+        model = build_trainer(run, 1024, data, Ranks("cpu"), machine=machine, base=base)
         kept = base_bytes(run_size(run, 1024), how)  # type: ignore[arg-type]
     done.set()
     watcher.join()

@@ -24,9 +24,7 @@ SMALLEST_SCALE = 2.0**-100
 def to_scale_bits(scale: Tensor, up: bool = False) -> Tensor:
     """Round scales to nine significant bits; return 16 bits each: fp32's exponent and eight bits of its fraction.
 
-    Args:
-        scale: Finite, non-negative fp32 numbers of any shape.
-        up: Never round down.
+    They are finite and not negative; with `up` none is rounded down.
     """
     scale = scale.masked_fill(scale < SMALLEST_SCALE, 0.0)
     return ((scale.view(torch.int32) + (0x7FFF if up else 0x4000)) >> 15).to(torch.int16)
@@ -61,10 +59,16 @@ SMALLEST = 2.0**-126
 class Codec(ABC):
     """Encodes fp32 vectors as bytes and decodes them: the same bytes and values on every machine.
 
-    Vectors are contiguous and on the CPU; the machine is little-endian.
+    Vectors are contiguous and on the CPU; the machine is little-endian. Encoding what was decoded gives the same bytes.
     """
 
-    non_negative = False
+    non_negative: ClassVar[bool] = False
+    """Whether values are never negative, and no positive one may become 0: second moments."""
+    block: ClassVar[int] = 1
+    """W, the elements that share a scale; a divisor of 1024."""
+    max_error: ClassVar[float]
+    """Largest norm of a block's rounding error, as a share of the block's norm: 0 if lossless. Below 1, because error
+    feedback diverges otherwise."""
 
     @abstractmethod
     def num_bytes(self, numel: int) -> int:
@@ -72,16 +76,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
-        """Encode concatenated vectors.
-
-        Args:
-            flat_N: Values of all vectors.
-            out: Receives the bytes, uint8 [rows * num_bytes(N / rows)].
-            rows: Number of vectors, all of the same length.
-
-        Raises:
-            ValueError: a value is NaN, infinite, too large, or negative in a codec of non-negative values.
-        """
+        """Encode concatenated vectors of equal length; write the bytes to `out`, uint8 [rows * num_bytes(N / rows)]."""
 
     @abstractmethod
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
@@ -106,6 +101,8 @@ class Codec(ABC):
 
 class Fp32(Codec):
     """Exact values: 32 bits per element; bytes and values may share memory."""
+
+    max_error = 0.0
 
     def num_bytes(self, numel: int) -> int:
         return 4 * numel
@@ -135,6 +132,8 @@ class Bf16(Codec):
     The error is at most 2^-9 of an element's magnitude, or 2^-134 if that is more. Values above bf16's largest,
     3.39e38, are refused like infinity.
     """
+
+    max_error = 2.0**-8
 
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
@@ -173,8 +172,6 @@ def are_good(values_N: Tensor, non_negative: bool = False) -> bool:
 class BlockCodec(Codec):
     """Base of codecs with a scale of 16 bits per block of elements."""
 
-    block: ClassVar[int]
-    """W, the elements of a block."""
     bits: ClassVar[int]
     """Bits per code."""
 
@@ -208,12 +205,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor) -> Tensor:
-        """Encode at least one block per row; return the scales, int16 [R, B, 1].
-
-        Args:
-            flat_RBW: Values to encode.
-            codes_RP: Receives the codes, uint8.
-        """
+        """Encode at least one block per row; write the codes, uint8, and return the scales, int16 [R, B, 1]."""
 
     @abstractmethod
     def decode_blocks(self, scale_bits: Tensor, codes_RP: Tensor, out_RBW: Tensor) -> None:
@@ -231,6 +223,7 @@ class Int8(BlockCodec):
 
     block = 128
     bits = 8
+    max_error = 0.05
 
     LARGEST_SCALE = 2.0**121 * (1 + 2.0**-7)
     """Scale of fp32's largest number; 127 times it is finite."""
@@ -264,6 +257,7 @@ class RootInt8(BlockCodec):
     non_negative = True
     block = 128
     bits = 8
+    max_error = 0.05
 
     LARGEST_SCALE = 2.0**56 * (1 + 2.0**-8)
     """Scale of fp32's largest number; the square of 255 times it is finite."""
@@ -299,6 +293,7 @@ class Int4(BlockCodec):
 
     block = 64
     bits = 4
+    max_error = 0.5
 
     LARGEST_SCALE = 2.0**125 - 2.0**117
     """The largest bf16 whose product with -8 is finite."""

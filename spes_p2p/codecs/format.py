@@ -5,6 +5,7 @@ Shape legend: N elements of a vector.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.blocks import Bf16, Codec, Fp32, Int4, Int8, NonNegativeBf16, NonNegativeFp32, RootInt8
+from spes_p2p.codecs import CODECS
+from spes_p2p.codecs.blocks import Codec
 from spes_p2p.codecs.paged import PIECE_NUMEL, PagedVector
 from spes_p2p.errors import ConfigError, ExchangeError
 
@@ -22,11 +24,6 @@ MIN_PART_NUMEL = 16_384
 PARTS = 64
 """Parts that a long segment has at least, so that many members can reduce about equal shares of it."""
 
-CODECS: Mapping[str, type[Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8, "int4": Int4}
-"""Codecs by their name in a run's config."""
-NON_NEGATIVE_CODECS: Mapping[str, type[Codec]] = {"fp32": NonNegativeFp32, "bf16": NonNegativeBf16, "int8": RootInt8}
-"""Codecs for values that are never negative, and of which no positive one may become 0."""
-
 
 def codec_named(name: str, non_negative: bool = False) -> Codec:
     """Return a codec by name.
@@ -34,11 +31,11 @@ def codec_named(name: str, non_negative: bool = False) -> Codec:
     Raises:
         ConfigError: no codec, or none for non-negative values, has that name.
     """
-    offered = NON_NEGATIVE_CODECS if non_negative else CODECS
+    offered = {each: classes[non_negative] for each, classes in CODECS.items() if classes[non_negative]}
     if name not in offered:
         what = "a codec of second moments" if non_negative else "a codec"
         raise ConfigError(f"{name} is not {what}; choose one of {', '.join(offered)}")
-    return offered[name]()
+    return pkgutil.resolve_name(f"spes_p2p.codecs.{offered[name]}")()
 
 
 @dataclass(frozen=True)
@@ -116,9 +113,6 @@ def join_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
 class Format:
     """Encodes and decodes vectors of these segments, part by part or all at once, with the same bytes.
 
-    Args:
-        segments: Segments in their order in the vector.
-
     Attributes:
         parts: The vector's parts in order.
         joined_parts: The same parts, with equal neighbours joined.
@@ -142,14 +136,10 @@ class Format:
         self.joined_parts = join_parts(parts)
         self.numel = start
         self.num_bytes = byte_start
-        self.is_exact = all(segment.codec == "fp32" for segment in self.segments)
+        self.is_exact = all(part.codec.max_error == 0 for part in parts)
 
     def encode(self, flat_N: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return a vector's bytes, uint8 [num_bytes], in `out` if it is given.
-
-        Raises:
-            ValueError: the length is wrong, or a value is NaN, infinite or a negative second moment.
-        """
+        """Return a vector's bytes, uint8 [num_bytes], in `out` if it is given."""
         flat_N = checked(flat_N, self.numel)
         data = torch.empty(self.num_bytes, dtype=torch.uint8) if out is None else out
         for part in self.joined_parts:
@@ -189,11 +179,7 @@ def part_numel(numel: int) -> int:
 
 
 def checked(flat_N: Tensor, numel: int) -> Tensor:
-    """Check the length of a flat vector, and detach it.
-
-    Raises:
-        ValueError: the length is wrong.
-    """
+    """Check the length of a flat vector, and detach it."""
     assert flat_N.dtype == torch.float32 and flat_N.is_contiguous() and flat_N.device.type == "cpu"
     if flat_N.numel() != numel:
         raise ValueError(f"vector of {flat_N.numel()} elements, expected {numel}; pass it in the round's own format")
@@ -243,16 +229,12 @@ class ErrorFeedback:
         Returns:
             The bytes, uint8 [format.num_bytes], and the new residual to `keep` at the commit; None if the delta's
             codec is exact. Of an exact format they are the vector's own memory, unless it has an old residual.
-
-        Raises:
-            ValueError: the residual has another length, or a value cannot be encoded.
-            OSError: the disk has no room for the new residual.
         """
         numel = format.segments[0].numel if format.segments else 0
         kept = self._residuals.get(name)
         if kept is not None and kept.numel != numel:
             raise ValueError(f"the error kept for {name} has {kept.numel} elements, not {numel}; forget it first")
-        is_exact = not numel or format.segments[0].codec == "fp32"
+        is_exact = not numel or format.parts[0].codec.max_error == 0
         if kept is None and is_exact:
             return format.encode(flat_N, flat_N.view(torch.uint8) if format.is_exact else None), None
         flat_N = checked(flat_N, format.numel)
@@ -298,11 +280,7 @@ class ErrorFeedback:
 
 
 def encode_with_error(part: Part, flat_part_N: Tensor, error_part_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Encode one part's values plus an earlier residual, if any; return the bytes, uint8, and the new residual.
-
-    Raises:
-        ValueError: the length is wrong, or a value cannot be encoded.
-    """
+    """Encode one part's values plus an earlier residual, if any; return the bytes, uint8, and the new residual."""
     flat_part_N = checked(flat_part_N, part.numel)
     data = torch.empty(part.num_bytes, dtype=torch.uint8)
     new_error_N = torch.empty_like(flat_part_N)

@@ -7,21 +7,19 @@ Shape legend: D model width, E experts.
 
 from __future__ import annotations
 
-import functools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from spes_p2p.config import FAMILIES, Family
 from spes_p2p.config.commands import UpcycleConfig, UpcycleSettings
 from spes_p2p.errors import ConfigError
-from spes_p2p.model.export import MATRICES, ON_DISK, Shards, written_folder
+from spes_p2p.model.build import config_class, model_class
+from spes_p2p.model.export import Shards, written_folder
 from spes_p2p.model.safetensor_files import HEAD, SafetensorFiles, read_config
 from spes_p2p.model.start import check_family, effective
 from spes_p2p.planner.tables import params_text
@@ -31,63 +29,19 @@ KEPT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_template
 """Files that are copied, beside the weights and what describes them: tokenizer, templates, settings of generation."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """A dense architecture, and the mixture that it becomes.
-
-    Attributes:
-        dense: Class of the dense model.
-        mixture: Class of the mixture.
-        model_type: Its model type.
-        configure: Makes the mixture's configuration from the dense one, the number of experts and `top_k`.
-    """
-
-    dense: str
-    mixture: str
-    model_type: str
-    configure: Callable[[PretrainedConfig, int, int], PretrainedConfig]
-
-
-def _qwen3_moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
-    return Qwen3MoeConfig(
-        **_kept_fields(dense, Qwen3MoeConfig) | {"use_sliding_window": False},
-        num_experts=num_experts,
-        num_experts_per_tok=top_k,
-        norm_topk_prob=True,
-        moe_intermediate_size=dense.intermediate_size,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    )
-
-
-def _mixtral_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
-    # Mixtral always normalises the chosen experts' weights.
-    kept = _kept_fields(dense, MixtralConfig) | {"sliding_window": None}  # which Llama does not read
-    return MixtralConfig(**kept, num_local_experts=num_experts, num_experts_per_tok=top_k)
-
-
-def _kept_fields(dense: PretrainedConfig, mixture: type[PretrainedConfig]) -> dict[str, Any]:
-    """Return the dense model's settings that the mixture has too."""
+def _mixture_config(dense: PretrainedConfig, model_type: str, num_experts: int, top_k: int) -> PretrainedConfig:
+    """Return the mixture's configuration: the dense model's settings that it has too, and its own."""
+    family, mixture = FAMILIES[model_type], config_class(model_type)
     fields, own = dense.to_dict(), {"model_type", "architectures", "transformers_version", "layer_types"}
-    return {name: fields[name] for name in (vars(mixture()).keys() | {"head_dim"}) & fields.keys() - own}
-
-
-@functools.cache
-def families() -> dict[str, Family]:
-    """Return the families by the dense model's type."""
-    qwen3 = Family(
-        dense="Qwen3ForCausalLM",
-        mixture="Qwen3MoeForCausalLM",
-        model_type="qwen3_moe",
-        configure=_qwen3_moe_config,
-    )
-    llama = Family(
-        dense="LlamaForCausalLM",
-        mixture="MixtralForCausalLM",
-        model_type="mixtral",
-        configure=_mixtral_config,
-    )
-    return {"qwen3": qwen3, "llama": llama}
+    kept = {name: fields[name] for name in (vars(mixture()).keys() | {"head_dim"}) & fields.keys() - own}
+    experts = {
+        family.num_experts: num_experts,
+        "num_experts_per_tok": top_k,
+        family.inner_size: dense.intermediate_size,
+    }
+    if "norm_topk_prob" in family.settings:  # Mixtral always normalises the chosen experts' weights
+        experts["norm_topk_prob"] = True
+    return mixture(**kept | dict(family.fixed) | experts)
 
 
 def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
@@ -109,27 +63,27 @@ def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
     """
     _check_settings(settings)
     dense = read_config(settings.source)
-    check_family(settings.source, dense, {kind: family.dense for kind, family in families().items()})
-    family = families()[dense.model_type]
-    config = family.configure(dense, settings.num_experts, settings.top_k)
+    check_family(settings.source, dense, [name for name, family in FAMILIES.items() if family.mixture])
+    model_type = FAMILIES[dense.model_type].mixture
+    mixture = model_class(model_type).__name__
+    config = _mixture_config(dense, model_type, settings.num_experts, settings.top_k)
     after = effective(config)
     for name, value in effective(dense).items():
         if value and value != after.get(name):
             raise ConfigError(
-                f"{settings.source} has {name}={getattr(dense, name)}, which {family.mixture} cannot express; give "
+                f"{settings.source} has {name}={getattr(dense, name)}, which {mixture} cannot express; give "
                 f"--from a checkpoint without"
             )
-    config.architectures = [family.mixture]
+    config.architectures = [mixture]
     target = settings.output.resolve()
     try:
-        with ExitStack() as stack:
-            files, names = _opened(settings.source, dense, stack)
-            scratch = stack.enter_context(written_folder(target, "config.json", None, ""))
+        files, names = _opened(settings.source, dense)
+        with written_folder(target, "config.json", None, "") as scratch:
             generator, shards = torch.Generator().manual_seed(settings.seed), Shards(scratch, 0)
             shards.add((name, files.read(name)) for name in names if not name.startswith("model.layers."))
             for layer in range(dense.num_hidden_layers):
                 shards.make_room(1)  # a file for each layer, written before the next one is made
-                shards.add(_layer(files, names, layer, family, settings, generator))
+                shards.add(_layer(files, names, layer, FAMILIES[model_type], settings, generator))
             shards.close()
             config.save_pretrained(scratch)
             for path in (path for pattern in KEPT_FILES for path in settings.source.glob(pattern)):
@@ -139,12 +93,12 @@ def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
                     shutil.copyfile(path, copy)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error
-    return family.mixture, shards.num_params
+    return mixture, shards.num_params
 
 
-def _opened(source: Path, dense: PretrainedConfig, stack: ExitStack) -> tuple[SafetensorFiles, tuple[str, ...]]:
-    """Return a dense checkpoint's files, which `stack` keeps open, and the names of its tensors."""
-    files = SafetensorFiles(source, stack)
+def _opened(source: Path, dense: PretrainedConfig) -> tuple[SafetensorFiles, tuple[str, ...]]:
+    """Return a dense checkpoint's files, and the names of its tensors."""
+    files = SafetensorFiles(source)
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(dense).state_dict()
     files.check_tied(dense)
@@ -180,15 +134,15 @@ def _layer(
     for name in names:
         if name.startswith(prefix) and not name.startswith(f"{prefix}mlp."):
             yield name, files.read(name)
-    dense = {name: files.read(f"{prefix}mlp.{name}.weight") for name in MATRICES}
-    block, matrices = ON_DISK[family.model_type]
+    matrices = ("gate_proj", "up_proj", "down_proj")
+    dense = {name: files.read(f"{prefix}mlp.{name}.weight") for name in matrices}
     gate_ID = dense["gate_proj"]
     router_ED = torch.randn(settings.num_experts, gate_ID.shape[1], generator=generator) * settings.router_std
-    yield f"{prefix}{block}.gate.weight", router_ED.to(gate_ID.dtype)
+    yield f"{prefix}{family.block}.gate.weight", router_ED.to(gate_ID.dtype)
     for expert in range(settings.num_experts):
-        for name, stored in zip(MATRICES, matrices, strict=True):
+        for name, stored in zip(matrices, family.matrices, strict=True):
             weight = _with_noise(dense[name], settings, generator)
-            yield f"{prefix}{block}.experts.{expert}.{stored}.weight", weight
+            yield f"{prefix}{family.block}.experts.{expert}.{stored}.weight", weight
 
 
 def _with_noise(weight: Tensor, settings: UpcycleSettings, generator: torch.Generator) -> Tensor:

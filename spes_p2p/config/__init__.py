@@ -16,6 +16,7 @@ from spes_p2p.config.checkpoint import (
     TokenizerSettings,
 )
 from spes_p2p.config.data import DataConfig, Packing, SourceConfig
+from spes_p2p.config.families import FAMILIES, Family
 from spes_p2p.config.link import MAX_ADDRESSES, Address, JoinLink, PeerId
 from spes_p2p.config.machine import (
     MIN_MBIT,
@@ -31,7 +32,6 @@ from spes_p2p.config.machine import (
     sequences_at_once,
 )
 from spes_p2p.config.run import (
-    DENSE_FAMILIES,
     FOUNDED,
     MAX_LEASE_SECONDS,
     MAX_PEER_TOKENS,

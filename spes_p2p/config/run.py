@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from spes_p2p.codecs import CODECS
 from spes_p2p.config.checkpoint import (
     NO_FLAG,
     AdapterConfig,
@@ -20,6 +21,7 @@ from spes_p2p.config.checkpoint import (
     Storage,
 )
 from spes_p2p.config.data import DataConfig
+from spes_p2p.config.families import FAMILIES, Family
 
 MAX_ROUNDS = 10**6
 Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
@@ -40,18 +42,25 @@ MAX_PEER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
 FOUNDED = "founded"
 """Context in which the settings of a founded run are read, in which the warm-up cannot change."""
+OUTER: dict[str, tuple[str, bool]] = {"mean": ("outer:Mean", False), "nesterov": ("outer:Nesterov", True)}
+"""Outer optimizers: the class, and whether anchors move with a momentum, which they then have and travel with."""
 OptimizerName = Literal["adamw", "adamw8bit", "lamb", "muon"]
-CodecName = Literal["fp32", "bf16", "int8", "int4"]
-
-
-DENSE_FAMILIES = ("llama", "qwen3", "gemma")
-"""Families without experts: such a run has no slots, and peers train and average all of the model."""
+if TYPE_CHECKING:
+    CodecName: TypeAlias = str
+    MomentCodecName: TypeAlias = str
+    OuterName: TypeAlias = str
+    FamilyName: TypeAlias = str
+else:
+    CodecName = Literal[tuple(CODECS)]
+    MomentCodecName = Literal[tuple(name for name, (_, for_moments) in CODECS.items() if for_moments)]
+    OuterName = Literal[tuple(OUTER)]
+    FamilyName = Literal[tuple(FAMILIES)]
 
 
 class ModelConfig(Frozen):
     """Shape of the model, in the stock Hugging Face classes' terms."""
 
-    family: Literal["olmoe", "qwen3_moe", "mixtral", "llama", "qwen3", "gemma"] = "olmoe"
+    family: FamilyName = "olmoe"
     """Which stock `transformers` architecture to build: the first three are mixtures of experts, the others dense."""
     hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 128
     """Width D of the residual stream."""
@@ -83,9 +92,14 @@ class ModelConfig(Frozen):
     """The checkpoint that the run starts from; by default none: weights are drawn. `spes peer --from` sets it."""
 
     @property
+    def stock(self) -> Family:
+        """What this program knows of the architecture."""
+        return FAMILIES[self.family]
+
+    @property
     def is_dense(self) -> bool:
         """Whether the model has no experts, and the run no slots."""
-        return self.family in DENSE_FAMILIES
+        return self.stock.is_dense
 
     @property
     def head_dim(self) -> int:
@@ -111,7 +125,7 @@ class ModelConfig(Frozen):
                 f"model.top_k={self.top_k} exceeds model.num_experts={self.num_experts}; "
                 f"set it to {self.num_experts} or less"
             )
-        is_free = self.start is not None and self.start.head_dim is not None and self.family != "llama"  # stock's rule
+        is_free = self.start is not None and self.start.head_dim is not None and not self.stock.heads_divide_width
         widths = [] if is_free else [("num_heads", "hidden_size")]
         for small, large in (*widths, ("num_kv_heads", "num_heads")):
             if getattr(self, large) % getattr(self, small):
@@ -128,14 +142,12 @@ class ModelConfig(Frozen):
                 f"model.start names {len(start.slots)} slots, but model.num_experts={self.num_experts}; found the run "
                 f"with --from, which sets both"
             )
-        strange = {
-            "head_dim": self.family == "olmoe" and self.head_dim != self.hidden_size // self.num_heads,
-            "attention_bias": self.family == "mixtral" and start.attention_bias,
-            "clip_qkv": self.family != "olmoe" and start.clip_qkv is not None,
-            "dense_intermediate_size": self.family != "qwen3_moe" and start.dense_intermediate_size is not None,
-        }
-        for name in (name for name, is_strange in strange.items() if is_strange):
-            raise ValueError(f"{name}={getattr(start, name)} is no setting of {self.family}; start from another model")
+        implied = {"head_dim": (None, self.hidden_size // self.num_heads), "attention_bias": (False,)}
+        for name in ("head_dim", "attention_bias", "clip_qkv", "dense_intermediate_size"):
+            if name not in self.stock.settings and getattr(start, name) not in implied.get(name, (None,)):
+                raise ValueError(
+                    f"{name}={getattr(start, name)} is no setting of {self.family}; start from another model"
+                )
 
 
 class TrainConfig(Frozen):
@@ -287,7 +299,7 @@ class RoundConfig(Frozen):
 class OuterConfig(Frozen):
     """How averaged deltas move the anchor (DiLoCo's outer optimizer)."""
 
-    optimizer: Literal["mean", "nesterov"] = "mean"
+    optimizer: OuterName = "mean"
     """`mean` takes the average as it is; `nesterov` adds momentum over rounds."""
     lr: Rate = 0.7
     """Outer learning rate of `nesterov`."""
@@ -300,8 +312,8 @@ class OuterConfig(Frozen):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether anchors move with a momentum, which they then have and travel with."""
-        return self.optimizer == "nesterov"
+        """Whether anchors move with a momentum."""
+        return OUTER[self.optimizer][1]
 
 
 class CodecConfig(Frozen):
@@ -311,7 +323,7 @@ class CodecConfig(Frozen):
     """Deltas of the shared parameters."""
     slots: CodecName = "fp32"
     """Deltas of slots, averaged with other holders."""
-    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    moments: MomentCodecName = "fp32"
     """Optimizer moments, where the run averages them (`outer.moments`)."""
     moments_interval: Rounds = 1
     """Average the moments every so many rounds."""

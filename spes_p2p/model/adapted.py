@@ -50,14 +50,6 @@ def build_adapted(
     The base goes tensor by tensor to its storage: matrices of layers in `storage`, the embedding and the head in bf16
     unless `storage` is `fp32`, and norms, biases and routers in fp32.
 
-    Args:
-        run: Settings with `adapter`.
-        base: The frozen weights.
-        vocab_size: Entries of the tokenizer.
-        storage: Precision of the base's matrices: `fp32`, `bf16`, `int8` or `nf4`.
-        attention: Attention kernel: `sdpa`, `flash` or `eager`.
-        device: Device that the model will run on.
-
     Raises:
         ConfigError: `storage` or `attention` is unknown or cannot be used here.
         DataError: the base is damaged.
@@ -125,13 +117,9 @@ def _load_shared(owner: nn.Module, key: str, tensor: Tensor, wide: torch.dtype) 
 def drawn_factor(name: str, shape: tuple[int, ...], seed: int, expert: int | None = None) -> Tensor:
     """Return a factor `[r, I]` or `[O, r]` at a run's start, each from a seed of its own: B is 0, and A uniform.
 
-    Source: peft's Kaiming initialisation with a = sqrt(5), which is uniform within 1 / sqrt(I).
+    `[E, r, I]` and `[E, O, r]` are drawn expert by expert.
 
-    Args:
-        name: Of the factor.
-        shape: Its shape; `[E, r, I]` and `[E, O, r]` are drawn expert by expert.
-        seed: The run's.
-        expert: Its expert, if it has one.
+    Source: peft's Kaiming initialisation with a = sqrt(5), which is uniform within 1 / sqrt(I).
     """
     if len(shape) == 3:
         return torch.stack([drawn_factor(name, shape[1:], seed, each) for each in range(shape[0])])
@@ -145,12 +133,7 @@ def drawn_factor(name: str, shape: tuple[int, ...], seed: int, expert: int | Non
 
 
 class InitialFactors:
-    """The factors of a run's start, by slot, drawn when they are asked for.
-
-    Args:
-        model: The run's model with adapters; may be an outline.
-        seed: The run's.
-    """
+    """The factors of a run's start, by slot, drawn when they are asked for; the model may be an outline."""
 
     def __init__(self, model: SlotModel, seed: int) -> None:
         self._shapes = model.shapes()

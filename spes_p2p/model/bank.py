@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spes_p2p.config import FAMILIES
 from spes_p2p.dtensor import distribute_like, full_tensor
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore, Weight
@@ -53,9 +54,6 @@ class ExpertBank(nn.Module):
     Args:
         stock: Experts module to replace; only its shapes are read: `gate_up_proj` is `[E, 2I, D]`, `down_proj`
             `[E, D, I]`.
-        claimed: Experts to train.
-        storage: Precision of the frozen experts, see `FrozenStore`.
-        kernel: Implementation of the grouped products.
 
     Raises:
         ConfigError: the layout of `stock` is not supported, or this machine cannot use `storage`.
@@ -90,11 +88,7 @@ class ExpertBank(nn.Module):
         return {name: full_tensor(param.detach()).to(torch.float32, copy=True) for name, param in params.items()}
 
     def load(self, slot: int, weights_OI: Mapping[str, Tensor]) -> None:
-        """Overwrite one expert, or only the given weights of it; in place if it is claimed.
-
-        Raises:
-            ValueError: a value is not finite and the storage cannot hold it; nothing has changed.
-        """
+        """Overwrite one expert, or only the given weights of it; in place if it is claimed."""
         if str(slot) not in self.trained.slots:
             self.frozen.put(slot, weights_OI)
             return
@@ -114,11 +108,7 @@ class ExpertBank(nn.Module):
         self._rank_experts()
 
     def release(self, slot: int) -> None:
-        """Freeze a claimed expert, rounded to the storage's precision.
-
-        Raises:
-            ValueError: as `load`.
-        """
+        """Freeze a claimed expert, rounded to the storage's precision."""
         assert str(slot) in self.trained.slots, f"slot {slot} is not claimed"
         self.frozen.put(slot, self.parameters_of(slot))
         del self.trained.slots[str(slot)]
@@ -185,8 +175,8 @@ def check_layout(stock: nn.Module) -> None:
     for flag, expected in _STOCK_LAYOUT.items():
         if getattr(stock, flag, expected) != expected:
             raise ConfigError(
-                f"{type(stock).__name__}.{flag}={not expected} is not supported; choose model.family from olmoe, "
-                f"qwen3_moe, mixtral"
+                f"{type(stock).__name__}.{flag}={not expected} is not supported; choose model.family from "
+                f"{', '.join(name for name, family in FAMILIES.items() if not family.is_dense)}"
             )
 
 

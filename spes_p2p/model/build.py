@@ -13,26 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from spes_p2p.config import ModelConfig, StartConfig
+from spes_p2p.config import FAMILIES, ModelConfig, StartConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
 from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore
@@ -53,8 +38,6 @@ class _Drawing:
     distribution function.
 
     Args:
-        module: The stock model, of which modules may be on the meta device.
-        seed: The run's.
         cutoff: Standard deviations beyond which a weight is drawn again, at least 1, so that few rounds of draws are
             needed; None draws none again.
     """
@@ -124,8 +107,6 @@ def initialise(
     Equal seeds give equal weights, with banks or without. The caller's random state does not change.
 
     Args:
-        module: The stock model.
-        seed: Seed of the weights.
         banks: Banks that receive the weights of the experts modules of these names; those modules stay on the meta
             device.
         cutoff: Standard deviations beyond which a weight is drawn again; None draws none again.
@@ -154,14 +135,7 @@ def _stock_experts(module: nn.Module) -> dict[str, nn.Module]:
 
 
 class InitialWeights:
-    """A model's initial weights by slot, drawn when they are asked for, equal to those of `stock_model`.
-
-    Args:
-        model: Shape of the model.
-        vocab_size: Entries of the tokenizer.
-        sequence_length: Longest sequence in tokens.
-        seed: Seed of the weights.
-    """
+    """A model's initial weights by slot, drawn when they are asked for, equal to those of `stock_model`."""
 
     def __init__(self, model: ModelConfig, vocab_size: int, sequence_length: int, seed: int) -> None:
         self._module = meta_model(model, vocab_size, sequence_length)
@@ -199,27 +173,27 @@ def _leave_undrawn(module: PreTrainedModel) -> None:
     """Bring a model on the meta device to the CPU with NaN for weights, so that one that is never loaded shows."""
     drawing = _Drawing(module, 0, None)
     for name, child in drawing.outside_experts():
-        if any(True for _ in child.parameters(recurse=False)):
-            if any(True for _ in child.buffers(recurse=False)):  # Gemma's embedding has its scale in one
-                drawing.draw(name, child)
-            else:
-                child.to_empty(device="cpu", recurse=False)
-            for weight in child.parameters(recurse=False):
-                nn.init.constant_(weight, math.nan)
-    draw_buffers(module)
+        if any(True for _ in child.buffers(recurse=False)):
+            drawing.draw(name, child)
+        else:
+            child.to_empty(device="cpu", recurse=False)
+        for weight in child.parameters(recurse=False):
+            nn.init.constant_(weight, math.nan)
     module.tie_weights(recompute_mapping=False)
 
 
-FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
-    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "gemma": (GemmaConfig, GemmaForCausalLM),
-}
+def config_class(family: str) -> type[PretrainedConfig]:
+    """Return the stock configuration of a family."""
+    return getattr(transformers, f"{FAMILIES[family].stock}Config")
 
 
+def model_class(family: str) -> type[PreTrainedModel]:
+    """Return the stock model of a family."""
+    return getattr(transformers, f"{FAMILIES[family].stock}ForCausalLM")
+
+
+OPTIONAL = frozenset({"head_dim", "attention_bias", "clip_qkv", "norm_topk_prob"})
+"""Settings that only some families' configurations have."""
 ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
 """transformers' names of attention kernels."""
 
@@ -256,32 +230,20 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
     }
     if model.norm_eps is not None:
         fields["rms_norm_eps"] = model.norm_eps
-    fields |= _family_fields(model)
+    if not model.is_dense:
+        fields |= {
+            model.stock.num_experts: model.num_experts,
+            "num_experts_per_tok": model.top_k,
+            "norm_topk_prob": model.norm_topk_prob,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.0,
+        }
+    fields |= {model.stock.inner_size: model.intermediate_size, "head_dim": model.head_dim, **model.stock.fixed}
     if model.start is not None:
         fields |= _start_fields(model, model.start, vocab_size, sequence_length)
-    return FAMILIES[model.family][0](**fields)
-
-
-def _family_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that only some families have, or that they name differently."""
-    if model.is_dense:
-        return {"head_dim": model.head_dim}
-    fields: dict[str, Any] = {
-        "num_experts_per_tok": model.top_k,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
-    }
-    if model.family == "mixtral":
-        return fields | {"num_local_experts": model.num_experts, "head_dim": model.head_dim, "sliding_window": None}
-    fields |= {"num_experts": model.num_experts, "norm_topk_prob": model.norm_topk_prob}
-    if model.family == "qwen3_moe":
-        fields |= {
-            "moe_intermediate_size": model.intermediate_size,
-            "head_dim": model.head_dim,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return fields
+    for name in OPTIONAL - model.stock.settings:
+        fields.pop(name, None)
+    return config_class(model.family)(**fields)
 
 
 def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, sequence_length: int) -> dict[str, Any]:
@@ -303,13 +265,11 @@ def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, seque
         "pad_token_id": start.pad_token_id,
         "bos_token_id": start.bos_token_id,
         "eos_token_id": start.eos_token_id,
+        "attention_bias": start.attention_bias,
+        "clip_qkv": start.clip_qkv,
     }
-    if model.family != "mixtral":
-        fields["attention_bias"] = start.attention_bias
     if not model.is_dense:
         fields["router_aux_loss_coef"] = start.router_aux_loss_coef or 0.0
-    if model.family == "olmoe":
-        fields["clip_qkv"] = start.clip_qkv
     if start.dense_intermediate_size is not None:
         fields["intermediate_size"] = start.dense_intermediate_size
     return fields
@@ -343,15 +303,10 @@ def build_slot_model(
     than two dense experts of one layer.
 
     Args:
-        model: Shape of the model.
-        vocab_size: Entries of the tokenizer.
-        sequence_length: Longest sequence in tokens.
         seed: Seed of the initial weights; equal seeds give equal weights for any `claimed`. None draws none: `shared`
             and every slot must be loaded before the model is used.
         claimed: Slots to train; may be empty, or all.
-        storage: Precision of the frozen slots: `fp32`, `bf16`, `int8` or `nf4`.
-        kernel: Name of the expert kernel, or `auto`.
-        attention: Attention kernel: `sdpa`, `flash` or `eager`.
+        storage: Precision of the frozen slots.
         device: Device that the model will run on, for the choice of the kernel; by default a CUDA device if one exists.
 
     Raises:
@@ -450,7 +405,7 @@ def meta_model(model: ModelConfig, vocab_size: int, sequence_length: int, attent
     config._experts_implementation = "eager"
     try:
         with torch.device("meta"):
-            module = FAMILIES[model.family][1](config)
+            module = model_class(model.family)(config)
     except ArithmeticError as error:
         raise ConfigError(f"model.start.rope makes no positions ({error}); take the checkpoint's own") from error
     if model.start is not None and model.start.generation:

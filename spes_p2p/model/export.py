@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spes_p2p.config import FAMILIES
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import scratch_path
 from spes_p2p.model.frozen import DOWN, GATE_UP
@@ -27,16 +28,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 SHARD_BYTES = 2**25
 """Slots share a file up to this size, so that a small model is one file; a larger slot has a file of its own."""
-MATRICES = ("gate_proj", "up_proj", "down_proj")
-"""The three matrices of a SwiGLU, by their stock names."""
-ON_DISK: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "olmoe": ("mlp", MATRICES),
-    "qwen3_moe": ("mlp", MATRICES),
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-}
-"""By model type, as stock checkpoints name them: a layer's module of router and experts, and an expert's matrices."""
 IN_MEMORY = "mlp"
-"""The same module's name in all stock classes."""
+"""A layer's module of router and experts, in all stock classes; on disk it is `Family.block`."""
 
 
 def save_checkpoint(
@@ -94,10 +87,9 @@ def write_settings(model: SlotModel, folder: Path, tokenizer: Any) -> None:
 
 
 class Shards:
-    """Writes tensors to files of a limited size, and their index if the files are several.
+    """Writes tensors to files, and their index if the files are several.
 
     Args:
-        folder: Folder of the files.
         max_bytes: Size of a file, unless what was added at once is larger.
     """
 
@@ -140,13 +132,11 @@ class Shards:
 
 @contextlib.contextmanager
 def written_folder(directory: str | Path, marker: str, tokenizer: Any, card: str) -> Iterator[Path]:
-    """Yield a new folder beside `directory`, which then replaces it.
+    """Yield a new folder beside `directory`, which then replaces it; tokenizer and model card are saved in it.
 
     Args:
         directory: Folder to write; a folder there must have the file `marker`, or be empty.
         marker: File that all such folders have.
-        tokenizer: Tokenizer to save in it; None saves none.
-        card: Text of the model card, README.md; none is written if it is empty.
 
     Raises:
         ConfigError: `directory` exists and is of another kind.
@@ -169,9 +159,10 @@ def written_folder(directory: str | Path, marker: str, tokenizer: Any, card: str
 
 def on_disk_names(model_type: str, slot: int | None, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under the names of stock checkpoints, where each expert's matrices are tensors."""
-    block, (gate, up, down) = ON_DISK.get(model_type, (IN_MEMORY, MATRICES))
+    family = FAMILIES[model_type]
+    gate, up, down = family.matrices
     for name, tensor in tensors.items():
-        stored = name.replace(f".{IN_MEMORY}.", f".{block}.")
+        stored = name.replace(f".{IN_MEMORY}.", f".{family.block}.")
         if slot is None:
             yield stored, tensor.contiguous()
             continue

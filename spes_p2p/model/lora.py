@@ -40,14 +40,7 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer whose weight is frozen in few bits, with an adapter or without.
-
-    Args:
-        stock: Layer to replace; only its shapes are read. Its bias is frozen, too.
-        storage: Precision of the weight, see `FrozenStore`.
-        adapter: Rank and scale; None adds no adapter.
-        device: Device of the factors.
-    """
+    """A linear layer whose weight is frozen in few bits, with an adapter or without."""
 
     def __init__(self, stock: nn.Linear, storage: str, adapter: AdapterConfig | None, device: str = "cpu") -> None:
         super().__init__()
@@ -133,14 +126,8 @@ class RoutedAdapters(torch.autograd.Function):
     ) -> Tensor:
         """Compute the sums.
 
-        Args:
-            ctx: Autograd's context.
-            base: Stored weights by name, for each expert.
-            scale: Factor of the products B A.
-            routing: Assignment of the tokens.
-            x_TD: Hidden states of the tokens.
-            scores_TK: Routing weights.
-            *factors: One expert's after the other, in the order of `FACTORS`; all of an expert's are trained, or none.
+        `base` has each expert's stored weights. The factors come one expert's after the other, in the order of
+        `FACTORS`; all of an expert's are trained, or none.
         """
         dtype = x_TD.dtype
         scores_R1 = scores_TK.reshape(-1, 1)[routing.order_R].to(dtype)
@@ -210,12 +197,6 @@ class AdapterBank(nn.Module):
     In a run whose adapters belong to slots it is addressed by slot as an `ExpertBank` is, and the weights of a slot are
     its factors, of which those of claimed slots are trained. Otherwise the factors of all experts are parameters of the
     module, stacked to `[E, O, I]`.
-
-    Args:
-        stock: Experts module to replace; only its shapes are read.
-        adapter: Rank, scale and owner of the factors.
-        storage: Precision of the base, see `FrozenStore`.
-        device: Device of the factors.
 
     Attributes:
         frozen: The base, for all experts.

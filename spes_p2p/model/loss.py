@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from spes_p2p.config import TrainConfig
+from spes_p2p.config import FAMILIES, TrainConfig
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import compute_dtype
-from spes_p2p.model.build import FAMILIES
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.planner.activations import head_rows
 
@@ -63,11 +62,7 @@ def balance_loss(
 
     Returns:
         A scalar in fp32.
-
-    Raises:
-        ValueError: `router_logits` is empty.
     """
-    _require_layers(router_logits)
     losses = []
     for logits_TE in router_logits:
         probs_BSE = logits_TE.float().softmax(dim=-1).unflatten(0, (num_sequences, -1))
@@ -96,15 +91,7 @@ def router_z_loss(router_logits: Sequence[Tensor], learned_BS: Tensor | None = N
     """Return the mean over layers and tokens of the squared log-partition of `[T, E]` logits, which keeps them small.
 
     Source: ST-MoE, equation 5 (https://arxiv.org/abs/2202.08906).
-
-    Args:
-        router_logits: One per layer.
-        learned_BS: Tokens that are counted, by default all.
-
-    Raises:
-        ValueError: `router_logits` is empty.
     """
-    _require_layers(router_logits)
     squares = (logits_TE.float().logsumexp(dim=-1).square() for logits_TE in router_logits)
     return torch.stack([_mean(squares_T, learned_BS) for squares_T in squares]).mean()
 
@@ -114,11 +101,6 @@ def _mean(values_T: Tensor, learned_BS: Tensor | None) -> Tensor:
     if learned_BS is None:
         return values_T.mean()
     return (values_T * learned_BS.flatten()).sum() / learned_BS.sum().clamp(min=1)
-
-
-def _require_layers(router_logits: Sequence[Tensor]) -> None:
-    if not router_logits:
-        raise ValueError("router_logits is empty; call the model with output_router_logits=True")
 
 
 class LossParts(NamedTuple):
@@ -132,10 +114,6 @@ class LossParts(NamedTuple):
 
 class TrainingLoss(nn.Module):
     """The model and its loss as one module for DDP, which reduces only the gradients of its own forward pass.
-
-    Args:
-        slot_model: Model to train; its claims are read at every call.
-        train: Precision and loss coefficients.
 
     Attributes:
         routed_E: Tokens that have chosen each expert, over layers and calls, on the device, so that counting never
@@ -178,15 +156,8 @@ def causal_lm_loss(
 
     Each part is a mean over targets, so that microbatches, weighted by their `num_targets`, add up to the batch.
 
-    Args:
-        module: Hugging Face model; a dense one has no router, and no losses of it.
-        tokens_BS1: `[B, S + 1]`; the first S are the input, the last S the targets. Marked ones (`data/windows.py`) are
-            no targets.
-        train: Precision and loss coefficients.
-        top_k: As in `balance_loss`, like `claimed`, `claimed_factor` and `routed_E`; 0 of a dense model.
-        claimed: Experts that this peer trains.
-        claimed_factor: Multiplies the counts of `claimed`.
-        routed_E: Accumulates the number of tokens that chose each expert.
+    Of `[B, S + 1]` tokens, the first S are the input, the last S the targets; marked ones (`data/windows.py`) are no
+    targets. `top_k` is 0 of a dense model, which has no router; the other arguments are those of `balance_loss`.
     """
     inputs, learned_BS = model_inputs(module, tokens_BS1)
     with (
@@ -203,20 +174,19 @@ def causal_lm_loss(
         cross_entropy, output_z = _cross_entropy_and_z(output.logits, tokens_BS1, learned_BS)
     else:
         cross_entropy = _cross_entropy(output.logits, tokens_BS1, learned_BS)
-    if not top_k:
-        total = cross_entropy if output_z is None else cross_entropy + train.output_z_loss * output_z
-        return LossParts(total, cross_entropy.detach())
-    balance = balance_loss(
-        output.router_logits,
-        top_k,
-        num_sequences=len(tokens_BS1),
-        claimed=claimed,
-        claimed_factor=claimed_factor,
-        routed_E=routed_E,
-        learned_BS=learned_BS,
-    )
-    z = router_z_loss(output.router_logits, learned_BS)
-    total = cross_entropy + train.balance_loss * balance + train.router_z_loss * z
+    total = cross_entropy
+    if top_k:
+        balance = balance_loss(
+            output.router_logits,
+            top_k,
+            num_sequences=len(tokens_BS1),
+            claimed=claimed,
+            claimed_factor=claimed_factor,
+            routed_E=routed_E,
+            learned_BS=learned_BS,
+        )
+        z = router_z_loss(output.router_logits, learned_BS)
+        total = total + train.balance_loss * balance + train.router_z_loss * z
     if output_z is not None:
         total = total + train.output_z_loss * output_z
     return LossParts(total, cross_entropy.detach())
@@ -230,13 +200,9 @@ def num_targets(tokens_BS1: Tensor) -> int:
 def model_inputs(module: nn.Module, tokens_BS1: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return what a model reads of `[B, S + 1]` tokens, and which inputs have a target (`[B, S]`; None: all).
 
-    Where a document of two tokens or more begins behind the first token, positions start anew at each document. From
-    them transformers makes attention that stays within documents. Its flash attention does so for single rows only, so
-    there all sequences are one row, and logits are `[1, B S, V]`.
-
-    Args:
-        module: Hugging Face model.
-        tokens_BS1: Marked as in `data/windows.py`.
+    If a document of two tokens or more begins behind the first token, positions start again at each document. From
+    them transformers makes attention that stays within documents. Its flash attention does so for single rows only:
+    all sequences are one row there, and logits are `[1, B S, V]`.
     """
     learned_BS = tokens_BS1[:, 1:] >= 0
     if not (tokens_BS1 < 0).any():
@@ -294,14 +260,9 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
 def greedy_continuation(
     module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float, ends: Collection[int] = ()
 ) -> list[int]:
-    """Return the most likely tokens after a prompt, one after the other, in evaluation mode.
+    """Return the most likely tokens after a prompt of one token or more, in evaluation mode.
 
-    Args:
-        module: The model.
-        prompt_T: Token ids `[T]`, at least one.
-        num_tokens: Tokens to return.
-        seconds: Time after which it returns those that it has.
-        ends: Tokens after which nothing follows.
+    It stops after a token of `ends`, and after `seconds`.
     """
     device, was_training = next(module.parameters()).device, module.training
     module.eval()
@@ -394,16 +355,7 @@ class ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, num_rows: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return each token's cross entropy and log-partition `[T]` in fp32.
-
-        Args:
-            ctx: Keeps what `backward` needs.
-            hidden_TD: What the head reads.
-            weight_VD: The head's weight.
-            targets_T: Each token's target, an entry of the vocabulary.
-            num_rows: Tokens of a chunk.
-            dtype: Precision of the products.
-        """
+        """Return each token's cross entropy and log-partition `[T]` in fp32, from products of `num_rows` tokens."""
         rounded_TD, rounded_PD = hidden_TD.to(dtype), _aligned(weight_VD.to(dtype))
         chunks, vocab_size = zip(rounded_TD.split(num_rows), targets_T.split(num_rows), strict=True), len(weight_VD)
         nats, partitions = zip(*(_losses_of_chunk(*chunk, rounded_PD, vocab_size) for chunk in chunks), strict=True)
@@ -427,8 +379,8 @@ class ChunkedHead(torch.autograd.Function):
         nats_T, both_T = gradients_T[0], gradients_T[0] + gradients_T[1]
         for start in range(0, len(targets_T), ctx.num_rows):
             rows = slice(start, start + ctx.num_rows)
-            chunk = _Chunk(rounded_TD[rows], targets_T[rows], partition_T[rows], nats_T[rows], both_T[rows])
-            grad_TD[rows] = _add_gradients_of_chunk(chunk, rounded_PD, grad_VD, ctx.shape[0])
+            chunk = rounded_TD[rows], targets_T[rows], partition_T[rows], nats_T[rows], both_T[rows]
+            grad_TD[rows] = _add_gradients_of_chunk(*chunk, rounded_PD, grad_VD, ctx.shape[0])
         return grad_TD, grad_VD, None, None, None
 
 
@@ -451,30 +403,27 @@ def _losses_of_chunk(
     return partition_C - chosen_C, partition_C
 
 
-class _Chunk(NamedTuple):
-    """What the backward pass reads of some tokens."""
+def _add_gradients_of_chunk(
+    rounded_CD: Tensor,
+    targets_C: Tensor,
+    partition_C: Tensor,
+    nats_C: Tensor,
+    both_C: Tensor,
+    rounded_PD: Tensor,
+    grad_VD: Tensor | None,
+    vocab_size: int,
+) -> Tensor:
+    """Return the gradient of what the head has read, and add the chunk's share to the weight's, if it has one.
 
-    rounded_CD: Tensor
-    """What the head has read."""
-    targets_C: Tensor
-    partition_C: Tensor
-    nats_C: Tensor
-    """Gradients of the cross entropies."""
-    both_C: Tensor
-    """Their sums with the gradients of the log-partitions."""
-
-
-def _add_gradients_of_chunk(chunk: _Chunk, rounded_PD: Tensor, grad_VD: Tensor | None, vocab_size: int) -> Tensor:
-    """Return the gradient of what the head has read, and add the chunk's share to the weight's, if it has one."""
-    slopes_CP = F.linear(chunk.rounded_CD, rounded_PD).float()
-    slopes_CP.sub_(chunk.partition_C[:, None]).exp_().mul_(chunk.both_C[:, None])  # of the softmax
+    `nats_C` are the gradients of the cross entropies, `both_C` their sums with those of the log-partitions.
+    """
+    slopes_CP = F.linear(rounded_CD, rounded_PD).float()
+    slopes_CP.sub_(partition_C[:, None]).exp_().mul_(both_C[:, None])  # of the softmax
     slopes_CP[:, vocab_size:] = 0.0
-    slopes_CP.scatter_add_(1, chunk.targets_C[:, None], -chunk.nats_C[:, None])
+    slopes_CP.scatter_add_(1, targets_C[:, None], -nats_C[:, None])
     rounded_CP = slopes_CP.to(rounded_PD.dtype)
-    if grad_VD is None:
-        pass
-    elif rounded_CP.dtype == grad_VD.dtype:
-        grad_VD.addmm_(rounded_CP[:, :vocab_size].T, chunk.rounded_CD)
-    else:
-        grad_VD += (rounded_CP.T @ chunk.rounded_CD)[:vocab_size]
+    if grad_VD is not None and rounded_CP.dtype == grad_VD.dtype:
+        grad_VD.addmm_(rounded_CP[:, :vocab_size].T, rounded_CD)
+    elif grad_VD is not None:
+        grad_VD += (rounded_CP.T @ rounded_CD)[:vocab_size]
     return rounded_CP @ rounded_PD

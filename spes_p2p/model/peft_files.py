@@ -45,11 +45,7 @@ Read = Callable[[int | None], Mapping[str, Tensor]]
 
 
 def adapter_of(source: Path, chosen: AdapterConfig | None) -> AdapterConfig:
-    """Return the adapter settings of a folder in peft's layout.
-
-    Args:
-        source: The folder.
-        chosen: The run's other choices; rank, alpha and targets are the folder's.
+    """Return the adapter settings of a folder in peft's layout: its rank, alpha and targets, and what else is chosen.
 
     Raises:
         ConfigError: a run cannot go on from such an adapter.
@@ -122,11 +118,7 @@ class AdapterFiles:
     """The factors of an adapter in peft's layout, by slot.
 
     A matrix of a target that the adapter leaves out gets factors as at the start of a new adapter, whose product is 0.
-
-    Args:
-        source: Folder of the adapter.
-        model: The run's model with adapters; may be an outline.
-        run: The run's settings.
+    The model may be an outline.
 
     Raises:
         ConfigError: the adapter is of another base.
@@ -221,7 +213,6 @@ class Factors:
 
     Args:
         model: The run's model with adapters; may be an outline.
-        run: The run's settings.
         read: Returns one slot's factors, or for None the shared ones.
     """
 
@@ -251,9 +242,7 @@ def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, ca
     """Write an adapter as `peft.PeftModel.from_pretrained(model, directory)` loads it; return its parameters.
 
     Args:
-        factors: The run's factors.
         directory: Folder of the adapter; replaces an older one there.
-        tokenizer: Tokenizer to save with it.
         card: Text of README.md; none is written if it is empty.
         base: The base for adapter_config.json: on the hub, `owner/name@commit`, or a folder; empty if neither is known.
 
@@ -309,10 +298,8 @@ def save_merged(
 
     Args:
         model: Outline of the base's model.
-        factors: The run's factors.
         base: The base, not quantised.
         directory: Folder of the checkpoint; replaces an older one there.
-        tokenizer: Tokenizer to save with it.
         card: Text of README.md; none is written if it is empty.
 
     Raises:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -54,49 +52,33 @@ def _model_type(path: Path) -> str:
     return kind
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies: its file, its bytes from `start` on, and what they are."""
-
-    file: BinaryIO
-    start: int
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Floating-point types by their names in a file."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-PIECE_BYTES = 2**22
+PIECE_ROWS = 2**10
 
 
 class SafetensorFiles:
-    """The tensors of a checkpoint's files, which `stack` keeps open.
+    """The tensors of a checkpoint's files.
 
-    Tensors are read, not mapped: the pages of a mapped file would count as this process's memory beside what it keeps.
+    A file is opened for each tensor, because the pages of a mapped file count as this process's memory until it is
+    closed.
 
     Raises:
         DataError: a file is missing or damaged.
     """
 
-    def __init__(self, source: Path, stack: ExitStack) -> None:
+    def __init__(self, source: Path) -> None:
         self._source = source
-        self._files: dict[str, _Place] = {}
+        self._paths: dict[str, Path] = {}
+        self._shapes: dict[str, list[int]] = {}
         for path in _weight_files(source):
-            try:
-                with safe_open(path, framework="pt"):  # checks that offsets, types and shapes agree
-                    pass
-                file = stack.enter_context(path.open("rb"))
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-            except (OSError, SafetensorError, ValueError) as error:
-                raise DataError(f"cannot read {path}: {error}; download the checkpoint again") from error
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    start = 8 + length + entry["data_offsets"][0]
-                    self._files[name] = _Place(file, start, DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    self._paths[name], self._shapes[name] = path, file.get_slice(name).get_shape()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self._paths
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Refuse a checkpoint in which a tensor is missing or has another shape.
@@ -104,7 +86,7 @@ class SafetensorFiles:
         Raises:
             DataError: so it is.
         """
-        found = list(self._files[name].shape) if name in self._files else None
+        found = self._shapes.get(name)
         if found != list(shape):
             state = "is missing" if found is None else f"has shape {found}, not {list(shape)} as config.json says"
             raise DataError(f"{self._source}: tensor {name} {state}; give --from a whole checkpoint")
@@ -117,13 +99,16 @@ class SafetensorFiles:
         Raises:
             DataError: so it is.
         """
-        if not config.tie_word_embeddings or HEAD not in self._files or EMBEDDING not in self._files:
+        if not config.tie_word_embeddings or HEAD not in self or EMBEDDING not in self:
             return
-        head, embedding = self._files[HEAD], self._files[EMBEDDING]
-        if head.dtype is None:
-            return  # `read` refuses it
-        is_same = head[2:] == embedding[2:]
-        if not is_same or any(a != b for a, b in zip(_pieces(head), _pieces(embedding), strict=True)):
+        with _opened(self._paths[HEAD]) as first, _opened(self._paths[EMBEDDING]) as second:
+            head, embedding = first.get_slice(HEAD), second.get_slice(EMBEDDING)
+            shape, kind = head.get_shape(), head.get_dtype()
+            is_same = (shape, kind) == (embedding.get_shape(), embedding.get_dtype()) and all(
+                torch.equal(head[start : start + PIECE_ROWS], embedding[start : start + PIECE_ROWS])
+                for start in range(0, shape[0], PIECE_ROWS)
+            )
+        if not is_same and kind in DTYPES:  # `read` refuses others
             raise DataError(
                 f"{self._source}: config.json ties {HEAD} to {EMBEDDING}, but they differ; set tie_word_embeddings to "
                 f"false there"
@@ -135,36 +120,24 @@ class SafetensorFiles:
         Raises:
             DataError: it holds NaN or infinity, or is not floating-point.
         """
-        place = self._files[name]
-        tensor = _read(place, row) if place.dtype is not None else None
-        if tensor is None or not torch.isfinite(tensor).all():
-            raise DataError(
-                f"{self._source}: tensor {name} is not of finite floating-point numbers; give --from another checkpoint"
-            )
-        return tensor
+        with _opened(self._paths[name]) as file:
+            if file.get_slice(name).get_dtype() in DTYPES:
+                tensor: Tensor = (file.get_tensor(name) if row is None else file.get_slice(name)[row]).clone()
+                if torch.isfinite(tensor).all():
+                    return tensor
+        raise DataError(
+            f"{self._source}: tensor {name} is not of finite floating-point numbers; give --from another checkpoint"
+        )
 
 
-def _pieces(place: _Place) -> Iterator[bytes]:
-    """Yield a tensor's bytes."""
-    assert place.dtype is not None
-    left, at = prod(place.shape) * place.dtype.itemsize, place.start
-    while left:
-        place.file.seek(at)
-        piece = place.file.read(min(PIECE_BYTES, left))
-        if not piece:
-            raise DataError(f"{place.file.name} became shorter while it was read; give --from a whole checkpoint")
-        at, left = at + len(piece), left - len(piece)
-        yield piece
-
-
-def _read(place: _Place, row: int | None) -> Tensor:
-    shape = place.shape if row is None else place.shape[1:]
-    assert place.dtype is not None
-    raw = np.empty(prod(shape) * place.dtype.itemsize, dtype=np.uint8)
-    place.file.seek(place.start + (row or 0) * raw.nbytes)
-    if place.file.readinto(raw.data) != raw.nbytes:  # type: ignore[attr-defined]
-        raise DataError(f"{place.file.name} became shorter while it was read; give --from a whole checkpoint")
-    return torch.from_numpy(raw).view(place.dtype).view(shape)
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open one file, after a check that offsets, types and shapes in it agree."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read {path}: {error}; download the checkpoint again") from error
 
 
 def _weight_files(source: Path) -> list[Path]:

@@ -10,8 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask
 
-from spes_p2p.config import DENSE_FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, RunConfig, StartConfig
+from spes_p2p.config import FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, RunConfig, StartConfig
 from spes_p2p.config.checkpoint import Generation
 from spes_p2p.errors import ConfigError, DataError, one_line
-from spes_p2p.model.build import FAMILIES, hf_config
-from spes_p2p.model.export import GENERATION, IN_MEMORY, MATRICES, ON_DISK
+from spes_p2p.model.build import hf_config, model_class
+from spes_p2p.model.export import GENERATION, IN_MEMORY
 from spes_p2p.model.frozen import GATE_UP
 from spes_p2p.model.safetensor_files import SafetensorFiles, read_config
 from spes_p2p.model.slot_model import SlotModel
@@ -67,10 +66,9 @@ def model_of(source: Path) -> ModelConfig:
         DataError: config.json is missing or damaged.
     """
     config = read_config(source)
-    check_family(source, config, {kind: cls.__name__ for kind, (_, cls) in FAMILIES.items()})
-    is_mixtral, is_qwen = config.model_type == "mixtral", config.model_type == "qwen3_moe"
-    is_dense, rope = config.model_type in DENSE_FAMILIES, config.rope_parameters or {}
-    num_experts = 0 if is_dense else config.num_local_experts if is_mixtral else config.num_experts
+    check_family(source, config, FAMILIES)
+    family, rope = FAMILIES[config.model_type], config.rope_parameters or {}
+    num_experts = 0 if family.is_dense else getattr(config, family.num_experts)
     if num_experts > MAX_START_SLOTS:
         raise ConfigError(
             f"{source} has {num_experts} experts per layer, and a run has {MAX_START_SLOTS} slots at most; give "
@@ -82,7 +80,7 @@ def model_of(source: Path) -> ModelConfig:
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_position_embeddings,
             head_dim=getattr(config, "head_dim", None),
-            dense_intermediate_size=config.intermediate_size if is_qwen else None,
+            dense_intermediate_size=config.intermediate_size if "dense_intermediate_size" in family.settings else None,
             attention_bias=fields.get("attention_bias") or False,
             clip_qkv=fields.get("clip_qkv"),
             initializer_range=config.initializer_range,
@@ -97,14 +95,14 @@ def model_of(source: Path) -> ModelConfig:
             generation=_generation(source),
         )
         model = ModelConfig(
-            family=config.model_type,  # type: ignore[arg-type]
+            family=config.model_type,
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            intermediate_size=fields["moe_intermediate_size" if is_qwen else "intermediate_size"],
+            intermediate_size=fields[family.inner_size],
             num_experts=num_experts,
-            top_k=0 if is_dense else config.num_experts_per_tok,
+            top_k=0 if family.is_dense else config.num_experts_per_tok,
             norm_topk_prob=bool(fields.get("norm_topk_prob", True)),
             tie_embeddings=config.tie_word_embeddings,
             rope_theta=rope["rope_theta"],
@@ -146,21 +144,17 @@ def _is_plain(setting: dict[str, Any]) -> bool:
         return False
 
 
-def check_family(source: Path, config: PretrainedConfig, families: Mapping[str, str]) -> None:
-    """Refuse a checkpoint of another architecture, or of quantised weights.
-
-    Args:
-        source: The checkpoint.
-        config: Its configuration.
-        families: Names of the stock classes that can be used, by model type.
+def check_family(source: Path, config: PretrainedConfig, families: Iterable[str]) -> None:
+    """Refuse a checkpoint of another architecture than these families', or of quantised weights.
 
     Raises:
         ConfigError: so it is.
     """
-    found = families.get(config.model_type, "")
+    classes = {kind: f"{FAMILIES[kind].stock}ForCausalLM" for kind in families}
+    found = classes.get(config.model_type, "")
     architecture = (config.architectures or [found or f"a model of type {config.model_type!r}"])[0]
     if not found or found.lower() != architecture.lower():  # the first Llama was spelled LLaMA
-        raise ConfigError(f"{source} holds {architecture}; give --from one of {', '.join(families.values())}")
+        raise ConfigError(f"{source} holds {architecture}; give --from one of {', '.join(classes.values())}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{source} holds quantised weights; give --from the checkpoint that they were made of")
 
@@ -168,7 +162,7 @@ def check_family(source: Path, config: PretrainedConfig, families: Mapping[str, 
 @functools.cache
 def _names_read(model_type: str) -> frozenset[str]:
     """Return the names of the settings that the code of a stock model reads, that of its masks included."""
-    code = sys.modules[FAMILIES[model_type][1].__module__]
+    code = sys.modules[model_class(model_type).__module__]
     masks = [each for each in vars(code).values() if getattr(each, "__module__", "") == create_causal_mask.__module__]
     text = "".join(map(inspect.getsource, [code, *masks]))
     return frozenset(re.findall(r'config(?:\.|, ")([a-z]\w*)', text)) - {"rope_parameters", "layer_types"}
@@ -189,7 +183,7 @@ def effective(config: PretrainedConfig) -> dict[str, Any]:
     is_slid = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     if not is_slid or (found.get("sliding_window") or 0) >= config.max_position_embeddings:
         found |= dict.fromkeys(found.keys() & {"sliding_window"})
-    model = FAMILIES[config.model_type][1]
+    model = model_class(config.model_type)
     rotary_class = getattr(sys.modules[model.__module__], model.__name__.replace("ForCausalLM", "RotaryEmbedding"))
     try:
         rotary = rotary_class(config)
@@ -202,26 +196,20 @@ def effective(config: PretrainedConfig) -> dict[str, Any]:
 
 
 class StartWeights:
-    """A checkpoint's weights by slot, read from files that `stack` keeps open.
+    """A checkpoint's weights by slot.
 
-    Experts may be stored one by one, as stock checkpoints are, or fused.
-
-    Args:
-        source: Folder of the checkpoint.
-        model: The model, of which shapes are read; may be an `outline`.
-        stack: Closes the files.
+    Experts may be stored one by one, as stock checkpoints are, or fused. Of the model shapes are read; it may be an
+    `outline`.
 
     Raises:
         DataError: a file or tensor is missing or damaged, or has another shape than config.json says.
     """
 
-    def __init__(self, source: Path, model: SlotModel, stack: ExitStack) -> None:
-        self._files = SafetensorFiles(source, stack)
+    def __init__(self, source: Path, model: SlotModel) -> None:
+        self._files = SafetensorFiles(source)
         self._files.check_tied(model.config)
         self._shapes = model.shapes()
-        block, matrices = ON_DISK.get(model.config.model_type, (IN_MEMORY, MATRICES))
-        self._block = block
-        self._matrices = matrices
+        self._family = FAMILIES[model.config.model_type]
         for name, shape in self._shapes[None].items():
             self._files.check(self._stored(name), shape)
         for name, (num_out, num_in) in model.slot_shapes().items():
@@ -258,10 +246,10 @@ class StartWeights:
         return torch.cat([self._files.read(part) for part in self._parts(name, slot)])
 
     def _stored(self, name: str) -> str:
-        return name.replace(f".{IN_MEMORY}.", f".{self._block}.")
+        return name.replace(f".{IN_MEMORY}.", f".{self._family.block}.")
 
     def _parts(self, name: str, slot: int) -> list[str]:
         """Return the stored matrices that a fused one consists of, top to bottom."""
         prefix, _, kind = self._stored(name).rpartition(".")
-        gate, up, down = self._matrices
+        gate, up, down = self._family.matrices
         return [f"{prefix}.{slot}.{matrix}.weight" for matrix in ((gate, up) if kind == GATE_UP else (down,))]

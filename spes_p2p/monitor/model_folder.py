@@ -302,7 +302,7 @@ def _export(
                 save_adapter(Factors(model, run, read), output, tokenizer=tokenizer, card=card, base=base_name)
             else:
                 whole = outline(run.model, source.manifest.vocab_size, run.data.sequence_length)
-                weights, factors = _base(source, base, whole, stack), Factors(model, run, read)
+                weights, factors = _base(source, base, whole), Factors(model, run, read)
                 num_params = save_merged(whole, factors, weights, output, tokenizer=tokenizer, card=card)
                 exported = replace(exported, num_params=num_params)
         except (OSError, SafetensorError) as error:
@@ -310,7 +310,7 @@ def _export(
     return exported
 
 
-def _base(source: ModelFolder, folder: Path | None, model: SlotModel, stack: ExitStack) -> Base:
+def _base(source: ModelFolder, folder: Path | None, model: SlotModel) -> Base:
     """Return the unquantised base of a run's adapters, verified by the manifest.
 
     Raises:
@@ -325,7 +325,7 @@ def _base(source: ModelFolder, folder: Path | None, model: SlotModel, stack: Exi
                 f"peers have sent the base in {run.adapter.base}; name the unquantised checkpoint with --from"
             )
         return BaseFiles(source.folder / VERSIONS, layout, digests)
-    weights = StartWeights(folder, model, stack)
+    weights = StartWeights(folder, model)
     for slot, expected in digests.items():
         if digest(encode_base(weights, layout, slot)) != expected:
             raise ConfigError(f"{folder} is not the base of the run's adapters; name another with --from")

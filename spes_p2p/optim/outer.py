@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
+import pkgutil
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from spes_p2p.config import MergeConfig, OuterConfig
+from spes_p2p.config.run import OUTER
 
 
-class OuterOptimizer:
-    """Plain averaging or Nesterov SGD over averaged deltas, on the CPU; a momentum is an argument and a result.
+class OuterOptimizer(ABC):
+    """Steps an anchor by the swarm's averaged delta, on the CPU; a momentum is an argument and a result.
 
     After its inner steps a peer has moved its parameters from the anchor `theta` to `theta_i`; the swarm averages
-    `delta_i = theta - theta_i` and steps the anchor by the mean. `mean` returns `theta - delta`, the average of the
-    `theta_i`; `nesterov` is `torch.optim.SGD(nesterov=True)` with `delta` as its gradient.
+    `delta_i = theta - theta_i` and steps the anchor by the mean. All peers must compute the same bits.
 
     The step is a pure function, so that a round that fails after it has changed nothing. At a commit, store the
     returned momentum with the anchor.
 
     Source: DiLoCo, Algorithm 1 (https://arxiv.org/abs/2311.08105).
-
-    Args:
-        outer: Kind of step, rate and momentum; a run may have one for `shared` and another for slots.
     """
 
     def __init__(self, outer: OuterConfig) -> None:
         self._outer = outer
-
-    @property
-    def has_state(self) -> bool:
+        self.has_state = outer.has_momentum
         """Whether `step` returns a momentum, which is then part of the anchor's state."""
-        return self._outer.has_momentum
 
     def step(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the next anchor and the next momentum, None with `mean`; the arguments do not change.
+        """Return the next anchor, and the next momentum or None; the arguments do not change.
 
         Args:
             anchor: Committed parameters [P], fp32, CPU.
             delta: The swarm's averaged pseudo-gradient [P], fp32, CPU.
-            momentum: Momentum that the previous step returned [P]; None counts as zeros; always None with `mean`.
+            momentum: Momentum that the previous step returned [P]; None counts as zeros.
         """
+        assert self.has_state or momentum is None, f"{self._outer.optimizer} has no momentum"
         for vector in (anchor, delta) if momentum is None else (anchor, delta, momentum):
             assert vector.shape == anchor.shape and vector.dim() == 1, f"flat vectors of one length, not {vector.shape}"
             assert vector.dtype == torch.float32 and vector.device.type == "cpu", f"{vector.dtype} on {vector.device}"
-        if not self.has_state:
-            assert momentum is None, "`mean` has no momentum"
-            return anchor - delta, None
-        # Each product and sum is rounded separately, because all peers must compute the same bits: `add(alpha=)` fuses
-        # them on some CPUs only.
+        return self._step(anchor, delta, momentum)
+
+    @abstractmethod
+    def _step(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Compute `step`, element by element: anchors are stepped in pieces."""
+
+
+def outer_optimizer(outer: OuterConfig) -> OuterOptimizer:
+    """Return a run's outer optimizer."""
+    return pkgutil.resolve_name(f"spes_p2p.optim.{OUTER[outer.optimizer][0]}")(outer)
+
+
+class Mean(OuterOptimizer):
+    """Takes the mean of the peers' parameters: `theta - delta`."""
+
+    def _step(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return anchor - delta, None
+
+
+class Nesterov(OuterOptimizer):
+    """`torch.optim.SGD(nesterov=True)` with the delta as its gradient."""
+
+    def _step(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        # Each product and sum is rounded separately: `add(alpha=)` fuses them on some CPUs only.
         new_momentum = delta.clone() if momentum is None else (momentum * self._outer.momentum).add_(delta)
         update = (new_momentum * self._outer.momentum).add_(delta).mul_(self._outer.lr)
         return anchor - update, new_momentum

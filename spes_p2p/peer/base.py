@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
 from pathlib import Path
 
 from spes_p2p.codecs.vectors import digest
@@ -60,16 +59,15 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
                 f"cannot fetch {name} of the run's base: {reason}; try again, or name your copy with --from"
             )
         return
-    with ExitStack() as stack:
-        base = StartWeights(source, outline(run.model, manifest.vocab_size, run.data.sequence_length), stack)
-        for slot, expected in lacking.items():
-            document = encode_base(base, layout, slot)
-            if digest(document) != expected:  # guard: own-base
-                raise ConfigError(
-                    f"{source} is not the checkpoint that the run starts from: its {base_name(slot)} is another; drop "
-                    f"--from, and peers send the weights"
-                )
-            swarm.keep_document(base_name(slot), document)
+    base = StartWeights(source, outline(run.model, manifest.vocab_size, run.data.sequence_length))
+    for slot, expected in lacking.items():
+        document = encode_base(base, layout, slot)
+        if digest(document) != expected:  # guard: own-base
+            raise ConfigError(
+                f"{source} is not the checkpoint that the run starts from: its {base_name(slot)} is another; drop "
+                f"--from, and peers send the weights"
+            )
+        swarm.keep_document(base_name(slot), document)
 
 
 def own_copy(start_from: Path | None) -> Path | None:

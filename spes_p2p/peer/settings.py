@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,8 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         chosen["tokenizer"] = Path(run.data.tokenizer).absolute().name
     run = run.model_copy(update={"data": run.data.model_copy(update={**chosen, "paths": []})})
     if source is not None:
-        with ExitStack() as stack:  # refuses files that lack a tensor of the model; no weight is read
-            StartWeights(source, outline(run.model, len(tokenizer), run.data.sequence_length), stack)
+        # Refuses files that lack a tensor of the model; no weight is read.
+        StartWeights(source, outline(run.model, len(tokenizer), run.data.sequence_length))
     if (folder := config.adapter_folder) is not None:
         run = with_adapter(run, len(tokenizer), folder)
     run = _for_link(config, run, len(tokenizer))

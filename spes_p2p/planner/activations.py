@@ -9,8 +9,6 @@ from spes_p2p.config import ModelConfig
 
 WIDE = 4
 """Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
-NORMALISED = ("olmoe", "qwen3_moe", "qwen3")
-"""Families that normalise queries and keys."""
 NARROW = {"fp32": 4, "bf16": 2}
 INDEX = 8
 """Bytes of an index."""
@@ -118,7 +116,7 @@ class Activations:
         # Each norm's input, normalised input and output; autocast rounds the output for every module that takes it.
         norms = 2 * 2 * WIDE * width + narrow * width * (2 if self.precision == "fp32" else 5)
         attention = narrow * (2 * query_width + 2 * key_width)  # queries, keys, values and the output
-        if model.family in NORMALISED:  # queries and keys are normalised
+        if model.stock.query_norm != "none":
             attention += (WIDE + narrow) * (query_width + key_width)
         if self.keeps_scores:  # in fp32 from the softmax, and rounded; keys and values are copied to every head
             scores = WIDE if self.precision == "fp32" else WIDE + narrow

@@ -157,11 +157,10 @@ def _shared_tensors(model: ModelConfig, num_rows: int) -> Iterator[tuple[Kind, i
         yield "vector", query_width, layers
         yield "vector", key_width, 2 * layers
         yield "vector", width, layers
-    # OLMoE normalises queries and keys over all heads at once, Qwen3 within each head, the others not at all.
-    if model.family == "olmoe":
+    if model.stock.query_norm == "whole":
         yield "vector", query_width, layers
         yield "vector", key_width, layers
-    elif model.family in ("qwen3_moe", "qwen3"):
+    elif model.stock.query_norm == "heads":
         yield "vector", head_width, 2 * layers
 
 

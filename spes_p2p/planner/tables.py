@@ -19,11 +19,6 @@ from spes_p2p.planner.traffic import (
     transfer_seconds,
 )
 
-NAMES = {
-    **{"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral"},
-    **{"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma"},
-}
-
 
 def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, vocab_size: int) -> Iterator[str]:
     """Yield the model's shape and size, and the part of it that the peer trains."""
@@ -31,7 +26,7 @@ def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, voc
     inner = f"{model.num_experts} experts of width {model.intermediate_size} with {model.top_k} active"
     inner = f"dense, of inner width {model.intermediate_size}" if model.is_dense else inner
     yield (
-        f"{NAMES[model.family]}: {model.num_layers} layers of width {model.hidden_size}, {inner}, "
+        f"{model.stock.title}: {model.num_layers} layers of width {model.hidden_size}, {inner}, "
         f"vocabulary {vocab_size}{', tied' if model.tie_embeddings else ''}"
     )
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():

@@ -13,7 +13,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -165,7 +164,7 @@ class _Simulation:
         if self._run.adapter is not None:
             assert scenario.start_from is not None
             model = outline(self._run.model, self._vocab_size, self._run.data.sequence_length)
-            self._base = StartWeights(scenario.start_from, model, ExitStack())
+            self._base = StartWeights(scenario.start_from, model)
         texts = scenario.peer_text or [scenario.text]
         sources = [train_sources(self._run.data, tokenizer, paths=paths, cache=cache) for paths in texts]
         self._texts = [(source, public_text(source, self._run.data.sequence_length)) for source in sources]

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.format import Segment, codec_named
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import MergeConfig, RunConfig
-from spes_p2p.optim.outer import OuterOptimizer, merge_alpha, merge_experts
+from spes_p2p.optim.outer import merge_alpha, merge_experts, outer_optimizer
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.names import SHARED, VectorName
 
@@ -30,7 +30,7 @@ class Anchors:
     """
 
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
-        self._outer = OuterOptimizer(run.outer)
+        self._outer = outer_optimizer(run.outer)
         self._moments = {kind: run.averaged_moments(kind) for kind in numels}
         self._run = run
         self._codecs = run.codecs
@@ -144,7 +144,7 @@ class Anchors:
         """
         numel, momentum = self._numels[name.kind], self._momenta.get(name)
         has_state = self._outer.has_state
-        is_own = (self._codecs.shared if name == SHARED else self._codecs.slots) != "fp32"
+        is_own = codec_named(self._codecs.shared if name == SHARED else self._codecs.slots).max_error > 0
         bundle = mean[:numel] if is_own and not has_state else mean.new_empty((1 + has_state) * numel)
         momenta = (piece for _, piece in momentum.pieces()) if momentum is not None else itertools.repeat(None)
         for (here, anchor), before in zip(self._weights[name].pieces(), momenta, strict=False):

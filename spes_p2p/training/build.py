@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
 
@@ -153,9 +152,8 @@ class StartBundles(LazyVectors[VectorName]):
         self.anchors = Anchors(run, {kind: layout.numel for kind, layout in self._layouts.items()})
         self._sizes = self.anchors.bundle_numel()
         self._digests = {name: each for name, each in start_digests(run).items() if not name.is_kept}
-        self._files = ExitStack()
         self._weights: AdapterFiles | StartWeights = (
-            StartWeights(source, model, self._files) if run.adapter is None else AdapterFiles(source, model, run)
+            StartWeights(source, model) if run.adapter is None else AdapterFiles(source, model, run)
         )
         super().__init__(self._digests, self._verified)
 
@@ -177,10 +175,6 @@ class StartBundles(LazyVectors[VectorName]):
         """Return a bundle unverified."""
         return _bundle(self._layouts[name.kind].flatten(self._weights.read(name.slot)), self._sizes[name.kind])
 
-    def close(self) -> None:
-        """Close the checkpoint's files."""
-        self._files.close()
-
 
 def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | None = None) -> RunConfig:
     """Return a run's settings with the digests of the weights of the checkpoint that it starts from.
@@ -200,10 +194,9 @@ def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | 
     if run.adapter is None:
         shared, slots, kept = _digests_of(run, vocab_size, source)
     else:
-        with ExitStack() as stack:
-            base = StartWeights(source, outline(run.model, vocab_size, run.data.sequence_length), stack)
-            layout = BaseLayout(run, vocab_size)
-            shared, *slots = (digest(encode_base(base, layout, slot)) for slot in (None, *range(run.model.num_experts)))
+        base = StartWeights(source, outline(run.model, vocab_size, run.data.sequence_length))
+        layout = BaseLayout(run, vocab_size)
+        shared, *slots = (digest(encode_base(base, layout, slot)) for slot in (None, *range(run.model.num_experts)))
     start = run.model.start.model_copy(update={"shared": shared, "slots": slots, "kept": kept, "source": hub_name})
     return run.model_copy(update={"model": run.model.model_copy(update={"start": start})})
 
@@ -234,13 +227,13 @@ def _digests_of(run: RunConfig, vocab_size: int, source: Path) -> tuple[str, lis
     """Return the digests of the shared bundle, of each slot's, and of the slots' kept forms, if the run has such."""
     slots: list[str] = []
     kept: list[str] = []
-    with closing(StartBundles(run, vocab_size, source)) as bundles:
-        shared = digest(bundles.read(SHARED))
-        for name in map(VectorName.of_slot, range(run.num_slots)):
-            bundle_N = bundles.read(name)
-            slots.append(digest(bundle_N))
-            if bundles.anchors.form is not None:
-                kept.append(digest(bundles.anchors.kept_form(name, bundle_N)))
+    bundles = StartBundles(run, vocab_size, source)
+    shared = digest(bundles.read(SHARED))
+    for name in map(VectorName.of_slot, range(run.num_slots)):
+        bundle_N = bundles.read(name)
+        slots.append(digest(bundle_N))
+        if bundles.anchors.form is not None:
+            kept.append(digest(bundles.anchors.kept_form(name, bundle_N)))
     return shared, slots, kept
 
 

@@ -1,4 +1,4 @@
-"""Small checkpoints of each architecture that a run may start from, as stock transformers makes them."""
+"""Small checkpoints of each architecture that a run may start from, as stock transformers makes them; a new one too."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    LlamaConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from spes_p2p.config import FAMILIES
+from spes_p2p.model.build import config_class
 
 VOCAB, ROWS, SEQUENCE, EXPERTS = 300, 320, 24, 4
 DENSE: dict[str, Any] = {
@@ -33,7 +27,6 @@ DENSE: dict[str, Any] = {
     "eos_token_id": 5,
     "pad_token_id": None,
 }
-COMMON = DENSE | {"num_experts_per_tok": 2}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 50_000.0,
@@ -50,26 +43,33 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-CONFIGS = {
-    "olmoe": OlmoeConfig(**COMMON, num_experts=EXPERTS, clip_qkv=0.5, norm_topk_prob=False, tie_word_embeddings=False),
-    "qwen3_moe": Qwen3MoeConfig(
-        **COMMON,
-        num_experts=EXPERTS,
-        moe_intermediate_size=40,
-        head_dim=16,  # four heads of 16 in a model of width 32
-        attention_bias=True,
-        norm_topk_prob=True,
-        mlp_only_layers=[],
-        decoder_sparse_step=1,
-        rope_parameters=YARN,
-        tie_word_embeddings=True,
-    ),
-    "mixtral": MixtralConfig(**COMMON, num_local_experts=EXPERTS, head_dim=24, sliding_window=None),
-    "llama": LlamaConfig(**DENSE, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=False),
-    "qwen3": Qwen3Config(**DENSE, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True),
-    "gemma": GemmaConfig(**DENSE, head_dim=24),
+OWN: dict[str, dict[str, Any]] = {
+    "olmoe": {"clip_qkv": 0.5, "norm_topk_prob": False, "tie_word_embeddings": False},
+    "qwen3_moe": {
+        "head_dim": 16,  # four heads of 16 in a model of width 32
+        "attention_bias": True,
+        "norm_topk_prob": True,
+        "rope_parameters": YARN,
+        "tie_word_embeddings": True,
+    },
+    "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": False},
+    "qwen3": {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": True},
 }
-MIXTURES = ("olmoe", "qwen3_moe", "mixtral")
+"""Settings of some families that others lack, or that a run is to keep."""
+
+
+def config_of(family: str) -> PretrainedConfig:
+    stock = FAMILIES[family]
+    fields = DENSE | dict(stock.fixed) | ({"head_dim": 24} if "head_dim" in stock.settings else {})
+    if not stock.is_dense:
+        fields |= {"num_experts_per_tok": 2, stock.num_experts: EXPERTS}
+    if stock.inner_size not in DENSE:
+        fields[stock.inner_size] = 40
+    return config_class(family)(**fields | OWN.get(family, {}))
+
+
+CONFIGS = {family: config_of(family) for family in FAMILIES}
+MIXTURES = tuple(name for name, family in FAMILIES.items() if not family.is_dense)
 
 
 def stock(family: str) -> PreTrainedModel:

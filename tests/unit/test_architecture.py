@@ -53,6 +53,7 @@ MAX_ENTRY_LINES = 30
 # Calls that only define something.
 DEFINING_CALLS = {
     *("getLogger", "get_logger", "TypeVar", "ParamSpec", "ContextVar", "NewType", "namedtuple", "NamedTuple"),
+    *("Family", "Form"),  # rows of tables
     *("Field", "ConfigDict", "StringConstraints", "TypeAdapter"),
     *("AfterValidator", "BeforeValidator", "PlainValidator", "WrapValidator"),
     *(

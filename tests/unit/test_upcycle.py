@@ -247,7 +247,11 @@ def test_what_the_mixture_cannot_express_is_refused(
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"architectures": ["Olmo2ForCausalLM"]}, ConfigError, "holds Olmo2ForCausalLM; give --from one of Qwen3"),
+        (
+            {"architectures": ["Olmo2ForCausalLM"]},
+            ConfigError,
+            "holds Olmo2ForCausalLM; give --from one of Llama",
+        ),
         ({"model_type": "qwen3"}, ConfigError, "give --from one of"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ConfigError, "quantised weights"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, ConfigError, "'rope_type': 'spiral'"),

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, codec_named, part_numel
+from spes_p2p.codecs import CODECS
+from spes_p2p.codecs.format import PART_NUMEL, Format, Segment, codec_named, part_numel
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 
@@ -17,7 +18,7 @@ LENGTHS = st.one_of(
 )
 SEGMENTS = st.one_of(
     st.builds(Segment, LENGTHS, st.sampled_from(sorted(CODECS))),
-    st.builds(Segment, LENGTHS, st.sampled_from(sorted(NON_NEGATIVE_CODECS)), st.just(True)),
+    st.builds(Segment, LENGTHS, st.sampled_from(sorted(name for name in CODECS if CODECS[name][1])), st.just(True)),
 )
 SEVERAL = [
     Segment(PART_NUMEL + 77, "int4"),

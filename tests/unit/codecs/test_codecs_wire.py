@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, Format, Segment
+from spes_p2p.codecs import CODECS
+from spes_p2p.codecs.format import Format, Segment, codec_named
 from spes_p2p.codecs.vectors import BLOCK_BYTES, BlockHasher, block_hashes, digest, hashes_of_file
-from spes_p2p.config import CodecName
+from spes_p2p.config.run import CodecName, MomentCodecName
 
 LARGEST = torch.finfo(torch.float32).max
 FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 BITS = {"fp32": 32, "bf16": 16, "int8": 8.125, "int4": 4.25}
-# What rounding leaves over, as a share of a block's norm, is at most this.
-CONTRACTIONS = {"bf16": 2**-8, "int8": 0.05, "int4": 0.5}
-BLOCKS = {"bf16": 1, "int8": 128, "int4": 64}
+FOR_MOMENTS = [name for name, (_, for_moments) in CODECS.items() if for_moments]
+LOSSY = [name for name in CODECS if codec_named(name).max_error]
 
 
 @st.composite
@@ -45,7 +45,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
 def blocks(name: str, *vectors_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same block of each vector, in fp64."""
     if vectors_N[0].numel():
-        yield from zip(*(flat_N.double().split(BLOCKS[name]) for flat_N in vectors_N), strict=True)
+        yield from zip(*(flat_N.double().split(codec_named(name).block) for flat_N in vectors_N), strict=True)
 
 
 def there_and_back(name: str, flat_N: Tensor, non_negative: bool = False) -> Tensor:
@@ -71,14 +71,19 @@ def plainly_decoded(name: str, data: bytes, numel: int, root: bool = False) -> l
 
 
 def test_the_config_offers_all_codecs_and_no_others():
-    assert set(get_args(CodecName)) == set(CODECS)
-    assert all(codec.non_negative for codec in NON_NEGATIVE_CODECS.values())
+    assert list(get_args(CodecName)) == list(CODECS) and list(get_args(MomentCodecName)) == FOR_MOMENTS
+    assert all(codec_named(name, True).non_negative for name in FOR_MOMENTS)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_an_element_takes_so_many_bits(name):
+    numel = 1 << 16
+    assert codec_named(name).num_bytes(numel) * 8 == numel * BITS[name]
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_an_element_takes_as_many_bits_as_the_codec_says(name):
-    numel = 1 << 16
-    assert CODECS[name]().num_bytes(numel) * 8 == numel * BITS[name]
+def test_parts_are_whole_blocks_and_error_feedback_converges(name):
+    assert 1024 % codec_named(name).block == 0 and 0 <= codec_named(name).max_error < 1
 
 
 @given(vectors())
@@ -86,16 +91,16 @@ def test_fp32_gives_back_every_bit(flat_N):
     assert torch.equal(there_and_back("fp32", flat_N).view(torch.int32), flat_N.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize("name", LOSSY)
 @given(vectors())
 def test_what_rounding_leaves_over_is_smaller_than_what_was_rounded_in_every_block(name, flat_N):
     flat_N = flat_N.clamp(-3e38, 3e38)
     flat_N[flat_N.abs() < 1e-25] = 0  # below that scales end
     for actual, block in blocks(name, there_and_back(name, flat_N), flat_N):
-        assert (actual - block).norm() <= CONTRACTIONS[name] * block.norm()
+        assert (actual - block).norm() <= codec_named(name).max_error * block.norm()
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("outlier", [1e-20, -1.0, 3e38, -3e38])
 @pytest.mark.parametrize("numel", [1, 128, 200])
 def test_one_outlier_among_zeros_comes_through(name, outlier, numel):
@@ -105,7 +110,7 @@ def test_one_outlier_among_zeros_comes_through(name, outlier, numel):
     assert torch.allclose(decoded_N, flat_N, rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize("name", LOSSY)
 @given(vectors())
 def test_the_tiniest_blocks_become_zeros_and_nothing_worse(name, flat_N):
     tiny_N = flat_N.nan_to_num().clamp(-1e-31, 1e-31)
@@ -164,7 +169,7 @@ def test_bf16_is_the_nearest_to_even(flat_N):
     assert torch.equal(there_and_back("bf16", flat_N).view(torch.int32).long() & 0xFFFFFFFF, nearest_N)
 
 
-@pytest.mark.parametrize("name", NON_NEGATIVE_CODECS)
+@pytest.mark.parametrize("name", FOR_MOMENTS)
 @given(vectors())
 def test_no_second_moment_becomes_negative_and_no_positive_one_zero(name, flat_N):
     flat_N = flat_N.abs().clamp(max=3e38)
@@ -174,7 +179,7 @@ def test_no_second_moment_becomes_negative_and_no_positive_one_zero(name, flat_N
     assert torch.equal(there_and_back(name, decoded_N, non_negative=True), decoded_N)
 
 
-@pytest.mark.parametrize("name", NON_NEGATIVE_CODECS)
+@pytest.mark.parametrize("name", FOR_MOMENTS)
 @pytest.mark.parametrize("value", [1e-45, 1e-40, 2.0**-126, 1e-38, 1e-30, 3e38])
 def test_the_tiniest_second_moment_stays_positive_beside_the_largest(name, value):
     flat_N = torch.tensor([value, 0.0, 3e38, value])
@@ -197,21 +202,22 @@ def test_the_largest_numbers_stay_finite_in_few_bits(name):
     flat_N = torch.tensor([LARGEST, -LARGEST, LARGEST / 2] * 50)
     decoded_N = there_and_back(name, flat_N)
     assert torch.isfinite(decoded_N).all()
-    assert ((decoded_N.double() - flat_N.double()).norm() <= CONTRACTIONS[name] * flat_N.double().norm()).all()
+    assert ((decoded_N.double() - flat_N.double()).norm() <= codec_named(name).max_error * flat_N.double().norm()).all()
     assert there_and_back("int8", flat_N.abs(), non_negative=True).isfinite().all()
 
 
 ON_ANOTHER_MACHINE = """
 import torch
-from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, Format, Segment
-from spes_p2p.codecs.vectors import BLOCK_BYTES, BlockHasher, block_hashes, digest, hashes_of_file
+from spes_p2p.codecs import CODECS
+from spes_p2p.codecs.format import Format, Segment
+from spes_p2p.codecs.vectors import digest
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed({seed})
 bits = torch.randint(-(2**31), 2**31, (70_001,), generator=generator).to(torch.int32)
 flat = torch.cat((bits.view(torch.float32).nan_to_num(0, 1, -1).clamp(-1e38, 1e38), bits / 2.0**40))
-for non_negative, names in ((False, CODECS), (True, NON_NEGATIVE_CODECS)):
-    for name in names:
-        whole = Format([Segment(len(flat), name, non_negative)])
+for name, classes in CODECS.items():
+    for non_negative in range(2 if classes[1] else 1):
+        whole = Format([Segment(len(flat), name, bool(non_negative))])
         data = whole.encode(flat.abs() if non_negative else flat)
         print(name, digest(data), digest(whole.decode(data)))
 """
@@ -226,7 +232,7 @@ def test_a_processor_with_other_vectors_writes_and_reads_the_same_bytes(seed):
         )
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
-    assert outputs[0].count("\n") == len(CODECS) + len(NON_NEGATIVE_CODECS)
+    assert outputs[0].count("\n") == len(CODECS) + len(FOR_MOMENTS)
     assert outputs[0] == outputs[1]
 
 

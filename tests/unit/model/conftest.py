@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from checkpoints import MIXTURES
 from torch import Tensor
-from transformers import MixtralForCausalLM, OlmoeForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel
 
 from spes_p2p.config import ModelConfig
-from spes_p2p.model.build import build_slot_model, hf_config
+from spes_p2p.model.build import build_slot_model, hf_config, model_class
 from spes_p2p.model.slot_model import SlotModel
 
 VOCAB, SEQUENCE, EXPERTS = 64, 16, 6
-STOCK = {"olmoe": OlmoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}
+STOCK = {family: model_class(family) for family in MIXTURES}
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,12 @@ class World:
     """A checkpoint, a run with adapters over it, and the run's model."""
 
     def __init__(self, folder: Path, family: str, *, storage: str = "fp32", **adapter: Any) -> None:
-        self.stack = ExitStack()
         self.source = saved(folder / "base", family)
         chosen = AdapterConfig(**{"rank": RANK, "targets": TARGETS} | adapter)
         data = DataConfig(sequence_length=SEQUENCE)
         self.run = RunConfig(model=model_of(self.source), train=TRAIN, data=data, adapter=chosen)
         self.whole = outline(self.run.model, VOCAB, SEQUENCE)
-        self.base = StartWeights(self.source, self.whole, self.stack)
+        self.base = StartWeights(self.source, self.whole)
         self.model = self.build(storage)
 
     def build(self, storage: str, base: Any = None) -> SlotModel:
@@ -300,9 +298,8 @@ def test_a_merged_checkpoint_keeps_the_bases_precision_and_may_be_several_files(
     monkeypatch.setattr("spes_p2p.model.peft_files.MERGED_BYTES", 20_000)
     stock("olmoe").bfloat16().save_pretrained(folder / "bf16")
     world = World(folder, "olmoe")
-    with ExitStack() as stack:
-        base = StartWeights(folder / "bf16", world.whole, stack)
-        save_merged(world.whole, world.factors(), base, folder / "merged")
+    base = StartWeights(folder / "bf16", world.whole)
+    save_merged(world.whole, world.factors(), base, folder / "merged")
     assert len(list((folder / "merged").glob("*.safetensors"))) > 3
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert merged.dtype == torch.bfloat16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,8 @@ def run_over(source: Path, **adapter: Any) -> RunConfig:
 
 
 def model_over(source: Path, run: RunConfig, adapter: Path | None = None) -> SlotModel:
-    with ExitStack() as stack:
-        base = StartWeights(source, outline(run.model, VOCAB, SEQUENCE), stack)
-        model = build_adapted(run, base, vocab_size=VOCAB, storage="fp32")
+    base = StartWeights(source, outline(run.model, VOCAB, SEQUENCE))
+    model = build_adapted(run, base, vocab_size=VOCAB, storage="fp32")
     start = InitialFactors(model, run.seed) if adapter is None else AdapterFiles(adapter, model, run)
     model.load_shared(start.read(None))
     for slot in range(model.num_slots):

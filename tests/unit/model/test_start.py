@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,14 +52,13 @@ def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_pat
     source = saved(tmp_path / "stock", family)
     run = started(source)
     size = model_size(run.model, VOCAB)
-    with ExitStack() as stack:
-        model = outline(run.model, VOCAB, SEQUENCE)
-        weights = StartWeights(source, model, stack)
-        assert sum(tensor.numel() for tensor in weights.read(None).values()) == size.shared_params
-        for slot in range(model.num_slots):
-            assert sum(tensor.numel() for tensor in weights.read(slot).values()) == size.slot_params
-        assert model.num_slots == (EXPERTS if family in MIXTURES else 0)
-        assert save_checkpoint(model, tmp_path / "again", weights.read) == size.total_params
+    model = outline(run.model, VOCAB, SEQUENCE)
+    weights = StartWeights(source, model)
+    assert sum(tensor.numel() for tensor in weights.read(None).values()) == size.shared_params
+    for slot in range(model.num_slots):
+        assert sum(tensor.numel() for tensor in weights.read(slot).values()) == size.slot_params
+    assert model.num_slots == (EXPERTS if family in MIXTURES else 0)
+    assert save_checkpoint(model, tmp_path / "again", weights.read) == size.total_params
     before, after = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (source, tmp_path / "again"))
     ids_BT = tokens(2, SEQUENCE)
     with torch.no_grad():
@@ -129,11 +127,10 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
     model = build_slot_model(
         run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=None, claimed=slots, storage="fp32"
     )
-    with ExitStack() as stack:
-        weights = StartWeights(source, model, stack)
-        model.load_shared(weights.read(None))
-        for slot in slots:
-            model.load_slot(slot, weights.read(slot))
+    weights = StartWeights(source, model)
+    model.load_shared(weights.read(None))
+    for slot in slots:
+        model.load_slot(slot, weights.read(slot))
     trainer = Trainer(model, train, Batches(batches), Ranks("cpu"))
     losses = [trainer.step(5e-4).loss for _ in batches]
     print(f"{family}: largest difference {max(abs(a - b) for a, b in zip(losses, expected, strict=True)):.1e}")
@@ -258,8 +255,7 @@ def test_what_no_code_of_the_model_reads_does_not_count(tmp_path: Path, family: 
     edit(source, **fields)
     run = started(source)
     before, after = AutoModelForCausalLM.from_pretrained(source), outline(run.model, VOCAB, SEQUENCE)
-    with ExitStack() as stack:
-        save_checkpoint(after, tmp_path / "again", StartWeights(source, after, stack).read)
+    save_checkpoint(after, tmp_path / "again", StartWeights(source, after).read)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     torch.testing.assert_close(again(tokens(2, SEQUENCE)).logits, before(tokens(2, SEQUENCE)).logits, rtol=0, atol=1e-5)
 

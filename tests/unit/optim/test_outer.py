@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from spes_p2p.config import OuterConfig
-from spes_p2p.optim.outer import OuterOptimizer
+from spes_p2p.config.run import OUTER
+from spes_p2p.optim.outer import outer_optimizer
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.99)])
@@ -12,7 +13,7 @@ def test_nesterov_matches_torch_sgd_over_many_rounds(seed: int, lr: float, momen
     torch.manual_seed(seed)
     reference = torch.nn.Parameter(torch.randn(257))
     sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=True)
-    outer = OuterOptimizer(OuterConfig(optimizer="nesterov", lr=lr, momentum=momentum))
+    outer = outer_optimizer(OuterConfig(optimizer="nesterov", lr=lr, momentum=momentum))
     anchor, state = reference.detach().clone(), None
     for _ in range(8):
         delta = torch.randn(257) * 0.1
@@ -28,7 +29,7 @@ def test_nesterov_rounds_every_operation_by_itself(seed: int) -> None:
     """The same bits as numpy, which never fuses: what makes peers with different CPUs agree."""
     torch.manual_seed(seed)
     anchor, delta, state = torch.randn(1003), torch.randn(1003), torch.randn(1003)
-    new_anchor, new_state = OuterOptimizer(OuterConfig(optimizer="nesterov")).step(anchor, delta, state)
+    new_anchor, new_state = outer_optimizer(OuterConfig(optimizer="nesterov")).step(anchor, delta, state)
     assert new_state is not None
     lr, momentum = torch.tensor(0.7).numpy(), torch.tensor(0.9).numpy()
     state_ref = state.numpy() * momentum + delta.numpy()
@@ -40,7 +41,7 @@ def test_nesterov_rounds_every_operation_by_itself(seed: int) -> None:
 def test_mean_is_the_plain_average_of_the_peers(seed: int) -> None:
     torch.manual_seed(seed)
     anchor, local = torch.randn(64), torch.randn(3, 64)
-    outer = OuterOptimizer(OuterConfig())
+    outer = outer_optimizer(OuterConfig())
     new_anchor, momentum = outer.step(anchor, (anchor - local).mean(0), None)
     torch.testing.assert_close(new_anchor, local.mean(0))
     assert momentum is None and not outer.has_state
@@ -49,19 +50,20 @@ def test_mean_is_the_plain_average_of_the_peers(seed: int) -> None:
 def test_nesterov_without_momentum_at_rate_one_is_the_mean(seed: int) -> None:
     torch.manual_seed(seed)
     anchor, delta = torch.randn(64), torch.randn(64)
-    plain, _ = OuterOptimizer(OuterConfig()).step(anchor, delta, None)
-    nesterov, state = OuterOptimizer(OuterConfig(optimizer="nesterov", lr=1.0, momentum=0.0)).step(anchor, delta, None)
+    plain, _ = outer_optimizer(OuterConfig()).step(anchor, delta, None)
+    nesterov, state = outer_optimizer(OuterConfig(optimizer="nesterov", lr=1.0, momentum=0.0)).step(anchor, delta, None)
     assert torch.equal(plain, nesterov) and state is not None
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("optimizer", ["mean", "nesterov"])
+@pytest.mark.parametrize("optimizer", OUTER)
 def test_a_step_changes_none_of_its_arguments(seed: int, optimizer: str, first: bool) -> None:
     torch.manual_seed(seed)
-    outer = OuterOptimizer(OuterConfig.model_validate({"optimizer": optimizer}))
+    outer = outer_optimizer(OuterConfig.model_validate({"optimizer": optimizer}))
     arguments = [torch.randn(16), torch.randn(16), torch.randn(16) if outer.has_state and not first else None]
     before = [None if vector is None else vector.clone() for vector in arguments]
     results = outer.step(*arguments)  # type: ignore[arg-type]
+    assert (results[1] is not None) == outer.has_state
     for vector in results:
         if vector is not None:
             vector.fill_(7)
@@ -69,8 +71,24 @@ def test_a_step_changes_none_of_its_arguments(seed: int, optimizer: str, first: 
         assert (vector is None and old is None) or torch.equal(vector, old)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("optimizer", OUTER)
+def test_an_anchor_is_stepped_in_pieces_as_at_once(seed: int, optimizer: str) -> None:
+    """Peers step it in pieces of other sizes, and must compute the same bits, over several rounds."""
+    torch.manual_seed(seed)
+    outer = outer_optimizer(OuterConfig.model_validate({"optimizer": optimizer}))
+    whole: tuple[torch.Tensor, torch.Tensor | None] = torch.randn(40), None
+    pieces: list[tuple[torch.Tensor, torch.Tensor | None]] = [(piece, None) for piece in whole[0].split([7, 20, 13])]
+    for _ in range(3):
+        delta = torch.randn(40)
+        whole = outer.step(whole[0], delta, whole[1])
+        parts = zip(pieces, delta.split([7, 20, 13]), strict=True)
+        pieces = [outer.step(anchor, own, momentum) for (anchor, momentum), own in parts]
+        assert torch.equal(torch.cat([anchor for anchor, _ in pieces]), whole[0])
+    assert all((momentum is not None) == outer.has_state for _, momentum in pieces)
+
+
 def test_wrong_vectors_are_our_own_bug() -> None:
-    outer = OuterOptimizer(OuterConfig())
+    outer = outer_optimizer(OuterConfig())
     for anchor, delta, momentum in (
         (torch.zeros(3), torch.zeros(4), None),
         (torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16), None),

@@ -8,6 +8,7 @@ from typing import get_args
 import bitsandbytes
 import pytest
 import torch
+from checkpoints import MIXTURES
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -147,7 +148,7 @@ def test_an_orthogonalised_matrix_keeps_its_singular_vectors_and_has_singular_va
 
 
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_muon_leaves_embeddings_head_and_norms_to_adamw(family: str, tie: bool) -> None:
     shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
     config = ModelConfig.model_validate({"family": family, "num_experts": 4, "tie_embeddings": tie, **shape})
