@@ -8,7 +8,8 @@ Shape legend: N elements of a vector, B blocks of W elements that share a scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -34,15 +35,9 @@ def quantise_int8(flat_N: Tensor) -> tuple[Tensor, Tensor]:
     A scale is the block's largest magnitude over 127, rounded to 17 significant bits. Its products with an int8 are
     therefore exact in fp32: every machine decodes the same bits, and quantising those gives the same bytes.
 
-    Args:
-        flat_N: Floating-point vector of any length, on any device.
-
     Returns:
         Values int8 [N] in [-127, 127], and scales fp32 [ceil(N / INT8_BLOCK)]. A block whose magnitudes are all below
         about 1e-36 becomes zeros, with the scale 0.
-
-    Raises:
-        ValueError: a value is NaN or infinite.
     """
     values_N = torch.empty(flat_N.shape, dtype=torch.int8, device=flat_N.device)
     scales_B = torch.empty(num_int8_blocks(flat_N.numel()), dtype=torch.float32, device=flat_N.device)
@@ -57,11 +52,7 @@ def quantise_int8(flat_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_int8(values_N: Tensor, scales_B: Tensor) -> Tensor:
-    """Return the fp32 vector [N] of values and scales from `quantise_int8`.
-
-    Raises:
-        ValueError: the number of scales is not the number of blocks.
-    """
+    """Return the fp32 vector [N] of values and scales from `quantise_int8`."""
     if scales_B.numel() != num_int8_blocks(values_N.numel()):
         raise ValueError(
             f"{scales_B.numel()} scales do not fit {values_N.numel()} values in blocks of {INT8_BLOCK}; "
@@ -116,15 +107,9 @@ def quantise_nf4(flat_N: Tensor) -> tuple[Tensor, Tensor]:
 
     bitsandbytes decodes the result. A quotient on a border gets the lower level.
 
-    Args:
-        flat_N: Floating-point vector of any length, on any device.
-
     Returns:
         Codes uint8 [B * 32], two elements a byte, the first in the high bits; scales fp32 [B]. The last block is
         padded with zeros. A block whose magnitudes are all below 2^-100 becomes zeros, with the scale 0.
-
-    Raises:
-        ValueError: a value is NaN or infinite.
     """
     num_blocks = -(-flat_N.numel() // NF4_BLOCK)
     packed = torch.empty(num_blocks * NF4_BLOCK // 2, dtype=torch.uint8, device=flat_N.device)
@@ -167,97 +152,114 @@ def _nf4_squares() -> Tensor:
     return _nf4_pairs().view(torch.float32).view(-1, 2).square().sum(dim=1)
 
 
+def _round_to_bf16(flat_N: Tensor) -> tuple[Tensor]:
+    rounded_N = flat_N.to(torch.bfloat16)
+    if not are_good(rounded_N):
+        raise ValueError("NaN or infinity cannot be held in bf16; discard these values and take the last good ones")
+    return (rounded_N,)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A precision in which weights are kept: codes, and if they have any, the scales of blocks.
+
+    Attributes:
+        block: Elements that share a scale.
+        packed: Elements of a code; the last block is padded if they are several.
+        dtypes: Of the codes, and of the scales.
+        encode: Returns codes and scales of fp32 values, or raises ValueError if one is not finite.
+        decode: Returns the fp32 values of codes and scales, those of padding included.
+    """
+
+    block: int
+    packed: int
+    dtypes: tuple[torch.dtype, ...]
+    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    decode: Callable[..., Tensor]
+
+    def sizes(self, numel: int) -> tuple[int, ...]:
+        """Return the numbers of codes and scales of a vector."""
+        num_blocks = -(-numel // self.block)
+        num_codes = numel if self.packed == 1 else num_blocks * self.block // self.packed
+        return (num_codes, num_blocks)[: len(self.dtypes)]
+
+
+FORMS: dict[str, Form] = {
+    "fp32": Form(1, 1, (torch.float32,), lambda flat_N: (flat_N,), lambda codes: codes),
+    "bf16": Form(1, 1, (torch.bfloat16,), _round_to_bf16, lambda codes: codes.float()),
+    "int8": Form(INT8_BLOCK, 1, (torch.int8, torch.float32), quantise_int8, dequantise_int8),
+    "nf4": Form(NF4_BLOCK, 2, (torch.uint8, torch.float32), quantise_nf4, dequantise_nf4),
+}
+
+
 class KeptForm:
     """One slot's weights in the form in which peers that do not train it keep it.
 
-    The bytes are those of bf16 values, or of codes followed by their blocks' fp32 scales, over the whole flat vector.
-    Every tensor begins with a block, so that a store takes its part of the bytes as it is: the number of elements of
-    each is a multiple of 128 (`RunConfig.kept_form`).
+    The bytes are the codes, followed by their blocks' scales, over the whole flat vector. Every tensor begins with a
+    block, so that a store takes its part of the bytes as it is: the number of elements of each is a multiple of 128
+    (`RunConfig.kept_form`).
 
     Args:
-        storage: `bf16`, `int8` (`quantise_int8`) or `nf4` (`quantise_nf4`).
+        storage: A name in `FORMS`.
         numel: Elements of a slot.
     """
 
     def __init__(self, storage: str, numel: int) -> None:
         self.storage = storage
         self.numel = numel
-        self._block = {"bf16": 1, "int8": INT8_BLOCK, "nf4": NF4_BLOCK}[storage]
-        num_blocks = -(-numel // self._block)
-        self._code_bytes = {"bf16": 2 * numel, "int8": numel, "nf4": num_blocks * NF4_BLOCK // 2}[storage]
-        self.num_bytes = self._code_bytes + (0 if storage == "bf16" else 4 * num_blocks)
+        self._kind = FORMS[storage]
+        self.num_bytes = self._places(0, numel)[-1].stop
 
     def encode(self, flat_N: Tensor) -> Tensor:
-        """Return the form of fp32 values on the CPU, uint8 [num_bytes].
-
-        Raises:
-            ValueError: the length is wrong, or a value is NaN or infinite.
-        """
+        """Return the form of fp32 values on the CPU, uint8 [num_bytes]."""
         if flat_N.numel() != self.numel:
             raise ValueError(f"a slot of {flat_N.numel()} elements, expected {self.numel}; pass one of this model")
         data = torch.empty(self.num_bytes, dtype=torch.uint8)
-        for start in range(0, self.numel, PIECE_NUMEL):
-            stop = min(start + PIECE_NUMEL, self.numel)
-            for place, part in zip(self._places(start, stop), self._encoded(flat_N[start:stop]), strict=True):
+        for start, stop in self._pieces():
+            for place, part in zip(self._places(start, stop), self._kind.encode(flat_N[start:stop]), strict=True):
                 data[place] = part.view(torch.uint8)
         return data
 
-    def _encoded(self, flat_N: Tensor) -> tuple[Tensor, ...]:
-        if self.storage == "int8":
-            return quantise_int8(flat_N)
-        if self.storage == "nf4":
-            return quantise_nf4(flat_N)
-        rounded_N = flat_N.to(torch.bfloat16)
-        if not are_good(rounded_N):
-            raise ValueError("NaN or infinity cannot be held in bf16; discard these values and take the last good ones")
-        return (rounded_N,)
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + PIECE_NUMEL, self.numel)) for start in range(0, self.numel, PIECE_NUMEL))
 
-    def _places(self, start: int, stop: int) -> Sequence[slice]:
+    def _places(self, start: int, stop: int) -> list[slice]:
         """Return where the codes, and the scales, of elements `start` to `stop` are; both are borders of blocks."""
-        if self.storage == "bf16":
-            return (slice(2 * start, 2 * stop),)
-        first, last = start // self._block, -(-stop // self._block)
-        codes = (
-            slice(start, stop) if self.storage == "int8" else slice(first * self._block // 2, last * self._block // 2)
-        )
-        return codes, slice(self._code_bytes + 4 * first, self._code_bytes + 4 * last)
+        places, begin = [], 0
+        sizes = (self._kind.sizes(numel) for numel in (start, stop, self.numel))
+        for dtype, first, last, total in zip(self._kind.dtypes, *sizes, strict=True):
+            places.append(slice(begin + first * dtype.itemsize, begin + last * dtype.itemsize))
+            begin += total * dtype.itemsize
+        return places
 
     def parts(self, data: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return copies of what a store keeps of elements `start` to `stop`: bf16 values, or codes and scales.
+        """Return copies of what a store keeps of elements `start` to `stop`, whole blocks: codes, and scales."""
+        block = self._kind.block
+        assert start % block == 0 and (stop % block == 0 or stop == self.numel), f"{start} to {stop}"
+        return tuple(part.clone() for part in self.views(data, start, stop))
 
-        Args:
-            data: A form, uint8 [num_bytes].
-            start: First element; the first of a block.
-            stop: Behind the last element; the end of a block, or of the slot.
-        """
-        assert start % self._block == 0 and (stop % self._block == 0 or stop == self.numel), f"{start} to {stop}"
-        dtypes = {"bf16": (torch.bfloat16,), "int8": (torch.int8, torch.float32), "nf4": (torch.uint8, torch.float32)}
-        places = zip(self._places(start, stop), dtypes[self.storage], strict=True)
-        return tuple(data[place].clone().view(dtype) for place, dtype in places)
+    def views(self, data: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield the same, which share memory with `data` where it is aligned."""
+        for place, dtype in zip(self._places(start, stop), self._kind.dtypes, strict=True):
+            yield (data[place].clone() if place.start % dtype.itemsize else data[place]).view(dtype)
 
     def values(self, data: Tensor) -> Tensor:
         """Return the fp32 values [N] of a form, uint8 [num_bytes]."""
         flat_N = torch.empty(self.numel)
-        for start in range(0, self.numel, PIECE_NUMEL):
-            stop = min(start + PIECE_NUMEL, self.numel)
-            flat_N[start:stop] = self._decoded(self.parts(data, start, stop))[: stop - start]
+        for start, stop in self._pieces():
+            flat_N[start:stop] = self._kind.decode(*self.parts(data, start, stop))[: stop - start]
         return flat_N
-
-    def _decoded(self, parts: tuple[Tensor, ...]) -> Tensor:
-        if self.storage == "int8":
-            return dequantise_int8(*parts)
-        return dequantise_nf4(*parts) if self.storage == "nf4" else parts[0].float()
 
     def length(self, data: Tensor) -> float:
         """Return the Euclidean norm of a form's values."""
         squares = 0.0
-        for start in range(0, self.numel, PIECE_NUMEL):
-            codes, *scales = self.parts(data, start, min(start + PIECE_NUMEL, self.numel))
+        for start, stop in self._pieces():
+            parts = self.parts(data, start, stop)
             if self.storage == "nf4":
-                blocks_B = _nf4_squares().take(codes.long()).view(-1, NF4_BLOCK // 2).sum(dim=1)
-                squares += float(blocks_B.double() @ scales[0].double().square())
+                blocks_B = _nf4_squares().take(parts[0].long()).view(-1, NF4_BLOCK // 2).sum(dim=1)
+                squares += float(blocks_B.double() @ parts[1].double().square())
             else:
-                squares += float(self._decoded((codes, *scales)).norm()) ** 2
+                squares += float(self._kind.decode(*parts).norm()) ** 2
         return math.sqrt(squares)
 
     def decode(self, data: bytes | memoryview) -> Tensor:
@@ -269,11 +271,7 @@ class KeptForm:
         if len(data) != self.num_bytes:
             raise ExchangeError(f"payload of {len(data)} bytes, expected {self.num_bytes}; fetch it from another peer")
         form = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-        if self.storage == "bf16":
-            is_good = are_good(form.view(torch.bfloat16))
-        else:
-            scales_B = form[self._code_bytes :].clone().view(torch.float32)
-            is_good = bool(((scales_B >= 0) & (scales_B < torch.inf)).all())
-        if not is_good:  # guard: kept-form-values
+        *_, numbers = self.views(form, 0, self.numel)
+        if not are_good(numbers, non_negative=len(self._kind.dtypes) > 1):  # guard: kept-form-values
             raise ExchangeError(f"payload holds {self.storage} values that are not finite; fetch it from another peer")
         return form

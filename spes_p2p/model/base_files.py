@@ -15,26 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.kept import INT8_BLOCK, NF4_BLOCK
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import BlockHasher, digest_of
 from spes_p2p.config import RunConfig, Storage
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import write_atomic
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.build import outline
-from spes_p2p.model.frozen import ENCODERS, Int8, Nf4, Plain, Weight, unavailable
+from spes_p2p.model.frozen import ENCODERS, Plain, Weight, unavailable, weight_of
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 LOCAL_BASE = "base.txt"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class BaseLayout:
     """Names, shapes and precisions of a base, by slot; None is the shared part.
-
-    Args:
-        run: Settings with `adapter`.
-        vocab_size: Entries of the run's tokenizer.
 
     Raises:
         ConfigError: this machine cannot encode the run's precision.
@@ -61,31 +56,11 @@ class BaseLayout:
 
     def num_bytes(self, slot: int | None) -> int:
         """Return the length of a document."""
-        return sum(
-            math.prod(size) * dtype.itemsize
-            for _, shape, precision in self.tensors(slot)
-            for dtype, size in _parts(shape, precision)
-        )
-
-
-def _parts(shape: tuple[int, ...], precision: Storage) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtypes and shapes of what a stored tensor consists of."""
-    numel = math.prod(shape)
-    if precision == "int8":
-        return [(torch.int8, (numel,)), (torch.float32, (-(-numel // INT8_BLOCK),))]
-    if precision == "nf4":
-        blocks = -(-numel // NF4_BLOCK)
-        return [(torch.uint8, (blocks * NF4_BLOCK // 2,)), (torch.float32, (blocks,))]
-    return [(DTYPES[precision], shape)]
+        return sum(KeptForm(precision, math.prod(shape)).num_bytes for _, shape, precision in self.tensors(slot))
 
 
 def encode_base(base: Base, layout: BaseLayout, slot: int | None) -> memoryview:
     """Return the document of one slot, or for None the shared part; of the base, memory holds a tensor at a time.
-
-    Args:
-        base: Yields tensors sorted by name.
-        layout: Of the document.
-        slot: The slot, or None.
 
     Raises:
         DataError: the base is damaged.
@@ -100,13 +75,7 @@ def encode_base(base: Base, layout: BaseLayout, slot: int | None) -> memoryview:
 
 
 class BaseFiles:
-    """A base in documents on disk, whose digests the manifest names; each is verified while it is read.
-
-    Args:
-        folder: Folder of the documents.
-        layout: What they hold.
-        digests: Digest of each document, by slot.
-    """
+    """A base in documents on disk, whose digests by slot the manifest names; each is verified while it is read."""
 
     def __init__(self, folder: Path, layout: BaseLayout, digests: Mapping[int | None, str]) -> None:
         self._folder = folder
@@ -124,26 +93,17 @@ class BaseFiles:
         try:
             with path.open("rb") as file:
                 for name, shape, precision in self._layout.tensors(slot):
-                    parts = []
-                    for dtype, size in _parts(shape, precision):
-                        raw = np.empty(math.prod(size) * dtype.itemsize, dtype=np.uint8)
-                        if file.readinto(raw.data) != raw.nbytes:  # type: ignore[attr-defined]
-                            raise DataError(f"{path} is too short; join again with --overwrite")
-                        hasher.update(raw.data)
-                        parts.append(torch.from_numpy(raw).view(dtype).view(size))
-                    yield name, _weight(parts, shape, precision)
+                    form = KeptForm(precision, math.prod(shape))
+                    raw = np.empty(form.num_bytes, dtype=np.uint8)
+                    if file.readinto(raw.data) != raw.nbytes:  # type: ignore[attr-defined]
+                        raise DataError(f"{path} is too short; join again with --overwrite")
+                    hasher.update(raw.data)
+                    weight = weight_of(precision, list(form.views(torch.from_numpy(raw), 0, form.numel)), shape)
+                    yield name, weight.weight_OI if isinstance(weight, Plain) else weight.dense(torch.float32)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}; join again with --overwrite") from error
         if digest_of(hasher.finish()) != self._digests[slot]:  # guard: base-digest
             raise DataError(f"{path} is damaged; join again with --overwrite")
-
-
-def _weight(parts: list[Tensor], shape: tuple[int, ...], precision: Storage) -> Tensor:
-    if precision == "int8":
-        return Int8(parts[0], parts[1], shape).dense(torch.float32)
-    if precision == "nf4":
-        return Nf4(parts[0], parts[1], shape).dense(torch.float32)
-    return Plain(parts[0]).weight_OI
 
 
 def note_base(output: Path, source: Path) -> None:

@@ -64,48 +64,36 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Int8:
-    """A weight in 8 bits per element, plus an fp32 scale per block of 128."""
+class _InBlocks:
+    """A weight in codes, plus an fp32 scale per block (`codecs/kept.py`)."""
 
-    PARTS: ClassVar[tuple[str, ...]] = ("values_N", "scales_B")
-    BLOCK: ClassVar[int] = INT8_BLOCK
-    values_N: Tensor
+    PARTS: ClassVar[tuple[str, ...]] = ("codes", "scales_B")
+    codes: Tensor
     scales_B: Tensor
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, weight_OI: Tensor) -> Int8:
-        return cls(*quantise_int8(weight_OI.reshape(-1)), tuple(weight_OI.shape))
+
+class Int8(_InBlocks):
+    """A weight in 8 bits per element."""
+
+    BLOCK: ClassVar[int] = INT8_BLOCK
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        return dequantise_int8(self.values_N, self.scales_B).view(self.shape).to(dtype)
+        return dequantise_int8(self.codes, self.scales_B).view(self.shape).to(dtype)
 
     def write(self, out_OI: Tensor) -> None:
         rows = len(self.scales_B), INT8_BLOCK
-        torch.mul(self.values_N.view(rows), self.scales_B[:, None], out=out_OI.view(rows))
+        torch.mul(self.codes.view(rows), self.scales_B[:, None], out=out_OI.view(rows))
 
 
-@dataclass(frozen=True)
-class Nf4:
-    """A weight in 4 bits per element, plus an fp32 scale per block of 64; the last block is padded.
+class Nf4(_InBlocks):
+    """A weight in 4 bits per element, which bitsandbytes decodes; the last block is padded."""
 
-    Source: QLoRA, section 3 (https://arxiv.org/abs/2305.14314); bitsandbytes decodes it.
-    """
-
-    PARTS: ClassVar[tuple[str, ...]] = ("packed", "scales_B")
     BLOCK: ClassVar[int] = NF4_BLOCK
-    packed: Tensor
-    scales_B: Tensor
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, weight_OI: Tensor) -> Nf4:
-        packed, scales_B = quantise_nf4(weight_OI.reshape(-1))
-        return cls(packed, scales_B, tuple(weight_OI.shape))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         functional, state = _bitsandbytes(), self._state(dtype)
-        flat_N = functional.dequantize_4bit(self.packed.view(-1, 1), state).view(-1)
+        flat_N = functional.dequantize_4bit(self.codes.view(-1, 1), state).view(-1)
         return flat_N[: math.prod(self.shape)].view(self.shape)
 
     def write(self, out_OI: Tensor) -> None:
@@ -113,14 +101,14 @@ class Nf4:
             out_OI.copy_(self.dense(out_OI.dtype))
             return
         state = self._state(out_OI.dtype)
-        _bitsandbytes().dequantize_4bit(self.packed.view(-1, 1), state, out=out_OI.view(state.shape))
+        _bitsandbytes().dequantize_4bit(self.codes.view(-1, 1), state, out=out_OI.view(state.shape))
 
     def _state(self, dtype: torch.dtype) -> Any:
         return _bitsandbytes().QuantState(
             absmax=self.scales_B,
             # One row per block: bitsandbytes 0.50 on CPUs silently mixes up rows that are not a multiple of a block.
             shape=torch.Size((len(self.scales_B), NF4_BLOCK)),
-            code=_nf4_code(self.packed.device),
+            code=_nf4_code(self.codes.device),
             blocksize=NF4_BLOCK,
             quant_type="nf4",
             dtype=dtype,
@@ -147,10 +135,18 @@ def _nf4_code(device: torch.device) -> Tensor:
 ENCODERS: dict[str, Callable[[Tensor], Weight]] = {
     "fp32": lambda weight_OI: Plain(weight_OI.to(torch.float32, copy=True).contiguous()),
     "bf16": lambda weight_OI: Plain(weight_OI.to(torch.bfloat16, copy=True).contiguous()),
-    "int8": Int8.of,
-    "nf4": Nf4.of,
+    "int8": lambda weight_OI: Int8(*quantise_int8(weight_OI.reshape(-1)), tuple(weight_OI.shape)),
+    "nf4": lambda weight_OI: Nf4(*quantise_nf4(weight_OI.reshape(-1)), tuple(weight_OI.shape)),
 }
 """Encode a dense weight, by precision; the result shares no memory with it."""
+
+
+def weight_of(precision: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Weight:
+    """Return a weight that consists of these codes, and scales."""
+    codes, *scales = parts
+    if not scales:
+        return Plain(codes.view(shape))
+    return Int8(codes, scales[0], shape) if precision == "int8" else Nf4(codes, scales[0], shape)
 
 
 def is_whole(weight: Weight) -> bool:
@@ -236,11 +232,7 @@ class FrozenStore:
         return len(self._experts)
 
     def put(self, expert: int, tensors: Mapping[str, Tensor]) -> None:
-        """Store rounded copies of an expert's tensors, in place of older ones of the same names.
-
-        Raises:
-            ValueError: a value is not finite and `int8` or `nf4` cannot hold it; nothing has changed.
-        """
+        """Store rounded copies of an expert's tensors, in place of older ones of the same names."""
         encode = ENCODERS[self.precision]
         encoded = {name: encode(tensor.detach().to(self.device)) for name, tensor in tensors.items()}
         self._experts[expert] = self._experts.get(expert, {}) | encoded
@@ -248,9 +240,7 @@ class FrozenStore:
 
     def put_parts(self, expert: int, name: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> None:
         """Store one tensor of an expert from what its encoded form consists of, in the order of `Weight.PARTS`."""
-        codes, *scales = (part.to(self.device) for part in parts)
-        kinds: dict[str, type[Int8] | type[Nf4]] = {"int8": Int8, "nf4": Nf4}
-        weight: Weight = kinds[self.precision](codes, scales[0], shape) if scales else Plain(codes.view(shape))
+        weight = weight_of(self.precision, [part.to(self.device) for part in parts], shape)
         self._experts[expert] = self._experts.get(expert, {}) | {name: weight}
         self._is_packed = False
 
@@ -278,11 +268,7 @@ class FrozenStore:
         return self._experts[expert][name]
 
     def remove(self, expert: int) -> None:
-        """Drop one expert.
-
-        Raises:
-            KeyError: the expert is not stored.
-        """
+        """Drop one expert."""
         del self._experts[expert]
         self._is_packed = False
 
@@ -312,7 +298,7 @@ def unavailable(precision: str) -> str | None:
     if precision != "nf4":
         return None
     try:
-        weight = Nf4.of(torch.ones(1, NF4_BLOCK))
+        weight = ENCODERS["nf4"](torch.ones(1, NF4_BLOCK))
         works = torch.equal(weight.dense(torch.float32), torch.ones(1, NF4_BLOCK))
     except ImportError as error:
         return f"bitsandbytes is missing ({error}); install spes-p2p[all], or set --storage int8 if the run's is fp32"
