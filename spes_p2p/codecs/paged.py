@@ -26,9 +26,7 @@ PIECE_NUMEL = 2**22
 class Pages:
     """A vector's memory for a while: with a file, pages are in memory from their first use until `release`.
 
-    Attributes:
-        values_N: The vector.
-        memory: The mapped file, which is mapped until no tensor shows it any more; None for a vector in memory.
+    A file is mapped until no tensor shows it any more.
     """
 
     values_N: Tensor
@@ -41,13 +39,9 @@ class Pages:
 
 
 class PagedVector:
-    """A flat fp32 vector, in a file or, where it is small or there is no disk for it, in memory.
+    """A flat fp32 vector: elements `start` to `stop` of a file or, if it is small or there is no disk, of a tensor.
 
-    Args:
-        held: The vector, or the file that has it.
-        start: Its first element there.
-        stop: The element after its last.
-        is_scratch: Whether the file may be written.
+    Only a scratch file may be written.
     """
 
     def __init__(self, held: Tensor | BinaryIO, start: int, stop: int, *, is_scratch: bool = False) -> None:
@@ -64,21 +58,13 @@ class PagedVector:
 
     @classmethod
     def of_file(cls, path: Path) -> PagedVector:
-        """Return the vector of a file that nothing changes any more; it may be deleted meanwhile.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return the vector of a file that nothing changes any more; it may be deleted meanwhile."""
         file = path.open("rb")
         return cls(file, 0, os.fstat(file.fileno()).st_size // 4)
 
     @classmethod
     def scratch(cls, numel: int, folder: Path | None) -> PagedVector:
-        """Return room for a vector: where it has several pieces and there is a folder, in a nameless file there.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Return room for a vector: where it has several pieces and there is a folder, in a nameless file there."""
         if folder is None or numel <= PIECE_NUMEL or sys.platform != "linux":
             return cls.of(torch.empty(numel))
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it ends with the vector
@@ -124,9 +110,6 @@ def save_tensors(tensors: Mapping[str, Tensor | PagedVector], path: Path) -> Non
     """Write tensors on the CPU as safetensors; of a vector in a file, piece by piece.
 
     The library's own `save_file` needs all that it writes in memory at once.
-
-    Raises:
-        OSError: the disk is full, or fails.
     """
     header: dict[str, object] = {}
     end = 0

@@ -78,11 +78,7 @@ def block_hashes(data: bytes | memoryview | Tensor) -> bytes:
 
 
 def hashes_of_file(path: Path) -> bytes:
-    """Return the SHA-256 of each block of a file, of which one block is in memory at a time.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the SHA-256 of each block of a file, of which one block is in memory at a time."""
     hasher, block = BlockHasher(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -113,12 +109,7 @@ Name = TypeVar("Name", bound=str)
 
 
 class LazyVectors(Mapping[Name, Tensor]):
-    """Flat vectors by name, each read anew when it is asked for, so that memory need not hold more than one.
-
-    Args:
-        names: Vectors to read, in order.
-        read: Reads one.
-    """
+    """Flat vectors by name, each read again when it is asked for, so that memory need not hold more than one."""
 
     def __init__(self, names: Iterable[Name], read: Callable[[Name], Tensor]) -> None:
         self._names = dict.fromkeys(names)
@@ -149,11 +140,7 @@ class Layout:
         self.numel = sum(self.sizes)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensors as one fp32 CPU vector [N].
-
-        Raises:
-            ValueError: names or shapes differ from the layout's.
-        """
+        """Return the tensors as one fp32 CPU vector [N]."""
         if set(tensors) != set(self.shapes):
             raise ValueError(f"tensors {sorted(tensors)[:3]}... are not the layout's {list(self.shapes)[:3]}...")
         flat_N = torch.empty(self.numel, dtype=torch.float32)
@@ -164,11 +151,7 @@ class Layout:
         return flat_N
 
     def unflatten(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Return views of `flat_N` by name.
-
-        Raises:
-            ValueError: `flat_N` has another length.
-        """
+        """Return views of `flat_N` by name."""
         if flat_N.numel() != self.numel:
             raise ValueError(f"vector of {flat_N.numel()} elements does not fit a layout of {self.numel}")
         pieces = flat_N.split(self.sizes)

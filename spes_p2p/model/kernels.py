@@ -24,6 +24,9 @@ from spes_p2p.model.frozen import DOWN, GATE_UP, WEIGHT_NAMES, Plain, Weight, wr
 
 log = logging.getLogger(__name__)
 
+Weights = Mapping[str, Sequence[Weight]]
+"""Experts' weights by stock name, one per expert in order of rank, claimed experts first."""
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -101,13 +104,8 @@ def swiglu_back(
 ) -> None:
     """Compute the gradients of `swiglu` in as few passes and buffers as possible.
 
-    Args:
-        gate_up_RG: As in `swiglu`, like `scores_R1`.
-        scores_R1: Router score of each row.
-        grad_RI: Gradient of the output; overwritten.
-        hidden_RI: Receives the output, computed again.
-        grad_gate_up_RG: Receives the gradient of `gate_up_RG`.
-        grad_scores_R1: Receives the gradient of `scores_R1`.
+    Writes the output again to `hidden_RI`, and the gradients to the tensors of these names; overwrites `grad_RI`, the
+    gradient of the output.
     """
     gate_RI, up_RI = gate_up_RG.chunk(2, dim=-1)
     grad_gate_RI, grad_up_RI = grad_gate_up_RG.chunk(2, dim=-1)
@@ -121,10 +119,7 @@ def swiglu_back(
 
 
 class Kernel:
-    """One way to compute a layer's experts, opaque to autograd.
-
-    Weights come by stock name, one per expert in order of rank, claimed experts first.
-    """
+    """One way to compute a layer's experts, opaque to autograd."""
 
     name: ClassVar[str]
     takes_all: ClassVar[bool] = False
@@ -142,9 +137,7 @@ class Kernel:
         """Return why the kernel cannot take weights of these shapes `(O, I)`; None if it can."""
         return None
 
-    def forward(
-        self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, routing: Routing, weights: Weights, x_TD: Tensor, scores_R1: Tensor) -> tuple[Tensor, Tensor]:
         """Sum `down(swiglu(gate_up(x)) * score)` over each token's experts.
 
         Returns:
@@ -155,27 +148,18 @@ class Kernel:
     def backward(
         self,
         routing: Routing,
-        weights: Mapping[str, Sequence[Weight]],
+        weights: Weights,
         num_claimed: int,
         x_TD: Tensor | None,
         scores_R1: Tensor,
         gate_up_RG: Tensor,
         grad_TD: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
-        """Compute the gradients from `grad_TD`, the gradient of the sums.
+        """Compute the gradients of `x_TD` and `scores_R1`, and of the weights of the first `num_claimed` experts.
 
-        Args:
-            routing: As in `forward`, like `weights` and `scores_R1`.
-            weights: Weights by name.
-            num_claimed: Number of experts, from the first, whose weights get gradients.
-            x_TD: As in `forward`; None if no expert is claimed.
-            scores_R1: Router score of each row.
-            gate_up_RG: Second result of `forward`.
-            grad_TD: Gradient of the first result of `forward`.
-
-        Returns:
-            The gradients of `x_TD` and `scores_R1`, and those of the claimed experts' weights by name, zeros without
-            rows: DDP would wait forever for a missing one.
+        `gate_up_RG` is the second result of `forward`, and `grad_TD` the gradient of the first. `x_TD` may be None if
+        no expert is claimed. The gradients of an expert without rows are zeros: DDP would wait forever for a missing
+        one.
         """
         raise NotImplementedError
 
@@ -189,9 +173,7 @@ class LoopKernel(Kernel):
 
     name = "loop"
 
-    def forward(
-        self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, routing: Routing, weights: Weights, x_TD: Tensor, scores_R1: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, down = weights[GATE_UP], weights[DOWN]
         gate_up_RG = x_TD.new_empty(len(scores_R1), gate_up[0].shape[0])
         y_TD = zeros_to_sum(x_TD)
@@ -208,7 +190,7 @@ class LoopKernel(Kernel):
     def backward(
         self,
         routing: Routing,
-        weights: Mapping[str, Sequence[Weight]],
+        weights: Weights,
         num_claimed: int,
         x_TD: Tensor | None,
         scores_R1: Tensor,
@@ -266,9 +248,7 @@ class StackedKernel(Kernel):
 
     takes_all = True
 
-    def forward(
-        self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, routing: Routing, weights: Weights, x_TD: Tensor, scores_R1: Tensor) -> tuple[Tensor, Tensor]:
         x_RD = x_TD.index_select(0, routing.token_R)
         gate_up_RG = self._times(x_RD, routing, weights[GATE_UP], transposed=True)
         del x_RD
@@ -279,7 +259,7 @@ class StackedKernel(Kernel):
     def backward(
         self,
         routing: Routing,
-        weights: Mapping[str, Sequence[Weight]],
+        weights: Weights,
         num_claimed: int,
         x_TD: Tensor | None,
         scores_R1: Tensor,
@@ -406,11 +386,7 @@ def _grouped_gemm() -> Any:
 
 
 def _bf16(rows: Tensor) -> Tensor:
-    """Return the rows.
-
-    Raises:
-        ConfigError: they are not in bf16.
-    """
+    """Return the rows, unless they are in another precision."""
     if rows.dtype != torch.bfloat16:
         raise ConfigError(
             f"kernel=megablocks computes in bf16 only, not in {rows.dtype}; set train.precision=bf16 or --kernel auto"
@@ -438,14 +414,8 @@ class RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         """Compute the sums.
 
-        Args:
-            ctx: Autograd's context.
-            kernel: Kernel to use.
-            routing: Assignment of the tokens.
-            frozen: Weights by name of each frozen expert, which rank after the claimed ones.
-            x_TD: Hidden states of the tokens.
-            scores_TK: Routing weights.
-            *claimed: Weights of the claimed experts, each in the order of `WEIGHT_NAMES`.
+        `claimed` are the claimed experts' weights, each one's in the order of `WEIGHT_NAMES`; frozen experts rank
+        after them.
         """
         scores_R1 = scores_TK.reshape(-1, 1)[routing.order_R].to(x_TD.dtype)
         y_TD, gate_up_RG = kernel.forward(routing, _by_name(claimed, frozen), x_TD, scores_R1)
@@ -482,11 +452,6 @@ PREFERRED = {"cpu": ("loop",), "cuda": ("grouped_mm", "loop")}
 
 def choose_kernel(name: str, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> Kernel:
     """Return the kernel called `name`, or for `auto` the fastest usable one, and log the reason.
-
-    Args:
-        name: `auto`, or one of `KERNELS`.
-        device: Device of the experts.
-        shapes: Shapes of an expert's weights.
 
     Raises:
         ConfigError: the kernel is unknown, or cannot be used here.

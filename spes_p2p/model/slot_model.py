@@ -20,7 +20,6 @@ from spes_p2p.codecs.vectors import Layout
 from spes_p2p.dtensor import distribute_like
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import ExpertBank
-from spes_p2p.model.frozen import WEIGHT_NAMES
 from spes_p2p.model.lora import AdapterBank
 
 Bank = ExpertBank | AdapterBank
@@ -64,11 +63,7 @@ class SlotModel:
         return {name: p for name, p in named if p.requires_grad and not name.startswith(inside)}
 
     def slot_parameters(self, slot: int) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters of one claimed slot.
-
-        Raises:
-            ValueError: the slot is not claimed.
-        """
+        """Return the trainable parameters of one claimed slot."""
         if slot not in self.claimed:
             raise ValueError(f"slot {slot} is not claimed, only {list(self.claimed)} are; adopt it first")
         return self._by_name(lambda bank: bank.parameters_of(slot))
@@ -90,11 +85,7 @@ class SlotModel:
         return {None: self.shared_shapes(), **dict.fromkeys(range(self.num_slots), self.slot_shapes())}
 
     def slot_weights(self, slot: int) -> dict[str, Tensor]:
-        """Return detached fp32 copies of one slot's weights; a frozen slot's are rounded by its storage.
-
-        Raises:
-            ValueError: the slot does not exist.
-        """
+        """Return detached fp32 copies of one slot's weights; a frozen slot's are rounded by its storage."""
         self._check_slot(slot)
         return self._by_name(lambda bank: bank.weights_of(slot))
 
@@ -181,31 +172,6 @@ class SlotModel:
             assert isinstance(bank, ExpertBank), "adapters are not sharded"
             bank.gather()
 
-    def stock_state_dict(self, slots: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """Copy the model to the CPU under the stock class's names, with experts fused to `[E, O, I]` fp32.
-
-        Tied weights stay tied.
-
-        Args:
-            slots: Exact weights by slot, in place of this peer's; other frozen slots are rounded by their storage.
-
-        Raises:
-            ValueError, DataError: as `load_slot`.
-        """
-        given = slots or {}
-        for slot, tensors in given.items():
-            self._check(slot, tensors)
-        inside = tuple(f"{bank}." for bank in self._banks)
-        state: dict[str, Tensor] = {}
-        copies: dict[int, Tensor] = {}
-        for name, tensor in self.module.state_dict().items():
-            if not name.startswith(inside):
-                state[name] = copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
-        for prefix, bank in self._banks.items():
-            assert isinstance(bank, ExpertBank), "adapters are written by `peft_files`"
-            state |= _fused(prefix, bank, given)
-        return dict(sorted(state.items()))
-
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} is not in a model of {self.num_slots}; choose 0 to {self.num_slots - 1}")
@@ -245,16 +211,6 @@ def check_tensors(what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str,
             raise DataError(f"{what}: tensor {name} has values that are not finite; discard this version")
 
 
-def _fused(prefix: str, bank: ExpertBank, given: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Fuse one layer's experts to `[E, O, I]` by stock name, `given` slots before the bank's own."""
-    fused = {name: torch.empty(bank.num_experts, *bank.shapes[name]) for name in WEIGHT_NAMES}
-    for slot in range(bank.num_experts):
-        own = {} if slot in given else bank.weights_of(slot)
-        for name, weight_EOI in fused.items():
-            weight_EOI[slot].copy_(given[slot][f"{prefix}.{name}"] if slot in given else own[name])
-    return {f"{prefix}.{name}": weight_EOI for name, weight_EOI in fused.items()}
-
-
 def _save_pretrained(
     module: PreTrainedModel,
     save_directory: str | os.PathLike[str],
@@ -265,7 +221,7 @@ def _save_pretrained(
     """Replace `save_pretrained`, which would write a checkpoint without its frozen experts and without an error."""
     if state_dict is None:
         raise ValueError(
-            f"save_pretrained({os.fspath(save_directory)!r}) would leave the experts out; pass "
-            f"state_dict=slot_model.stock_state_dict(), or use spes_p2p.model.export.save_checkpoint"
+            f"save_pretrained({os.fspath(save_directory)!r}) would leave the experts out; use "
+            f"spes_p2p.model.export.save_checkpoint"
         )
     type(module).save_pretrained(module, save_directory, is_main_process, state_dict, **options)

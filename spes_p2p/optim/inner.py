@@ -86,12 +86,7 @@ class Fp32Muon(torch.optim.Muon):
 
 
 def orthogonalised(matrix: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Return a matrix with about the same singular vectors, and all singular values near 1.
-
-    Args:
-        matrix: Of any shape (m, n).
-        settings: `ns_coefficients` (three), `ns_steps` and `eps` of the Newton-Schulz iteration, as torch.optim.Muon's.
-    """
+    """Return a matrix with about the same singular vectors, and all singular values near 1; settings are Muon's."""
     (a, b, c), is_tall = settings["ns_coefficients"], matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=settings["eps"])
@@ -108,7 +103,6 @@ class Rule:
     correction needs it `step`, an fp32 scalar.
 
     Args:
-        optimizer: Optimizer without parameters; add groups to it directly.
         keys: The optimizer's own names of the kinds.
         decays: Factor of each moment per step.
         is_biased: Whether moments start at zero and are corrected for it on use.
@@ -283,9 +277,6 @@ class InnerOptimizer:
     Source: AdamW (https://arxiv.org/abs/1711.05101) in `torch.optim`; hyperparameters from SPES.
 
     Args:
-        shared: Shared parameters by name, on the device that trains them.
-        slots: Parameters of each claimed slot by name.
-        train: Optimizer, betas, epsilon, weight decay and clipping norm; `step` takes the learning rate.
         name: Optimizer in place of `train.optimizer`.
         gradients: Precision of the gradients until the step; `bf16` only with the 8-bit optimizers.
 
@@ -346,16 +337,7 @@ class InnerOptimizer:
             rule.optimizer.zero_grad(set_to_none=True)
 
     def add_slot(self, slot: int, params: Mapping[str, Parameter], payload: Mapping[str, Tensor] | None = None) -> None:
-        """Start to train a slot.
-
-        Args:
-            slot: Slot without a group.
-            params: The slot's parameters by name.
-            payload: Result of `remove_slot`; None starts with empty moments.
-
-        Raises:
-            ValueError: the payload's names, shapes, dtypes or values do not fit `params`; nothing was added.
-        """
+        """Start to train a slot, from the result of `remove_slot` or with empty moments."""
         group = _group_name(slot)
         assert group not in self._groups, f"slot {slot} is trained already"
         state = self._checked_state(params, payload or {}, group)
@@ -400,12 +382,10 @@ class InnerOptimizer:
         return [{name: self._rule(name, param).moment(param, kind) for name, param in params.items()} for kind in kinds]
 
     def set_moments(self, group: str, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace a group's moments by averaged, bias-corrected ones.
+        """Replace a group's moments by averaged, bias-corrected ones, by kind and parameter; other kinds stay.
 
-        Args:
-            group: `shared` or `slot-<e>`.
-            moments: Tensors by kind and parameter; other kinds stay. Second moments below zero, which a low-bit mean
-                may produce, count as zero. Kinds that a parameter's rule does not keep are ignored.
+        Second moments below zero, which a low-bit mean may produce, count as zero. Kinds that a parameter's rule does
+        not keep are ignored.
         """
         for name, param in self._groups[group].items():
             self._rule(name, param).set_moments(param, {kind: tensors[name] for kind, tensors in moments.items()})
@@ -419,11 +399,7 @@ class InnerOptimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all state by the `state_tensors()` of an optimizer over the same names and shapes.
-
-        Raises:
-            ValueError: a name, shape, dtype or value does not fit; the state has not changed.
-        """
+        """Replace all state by the `state_tensors()` of an optimizer over the same names and shapes."""
         state: dict[str, dict[str, dict[str, Tensor]]] = {}
         unread = dict(tensors)
         for group, params in self._groups.items():
@@ -454,12 +430,7 @@ class InnerOptimizer:
     def _checked_state(
         self, params: Mapping[str, Parameter], tensors: Mapping[str, Tensor], group: str
     ) -> dict[str, dict[str, Tensor]]:
-        """Check tensors named `<parameter>/<kind>`; return copies by parameter and kind.
-
-        Raises:
-            ValueError: a parameter is unknown or lacks part of its state, or a tensor has the wrong shape or dtype, or
-                values that the optimizer cannot have produced.
-        """
+        """Check tensors named `<parameter>/<kind>`; return copies by parameter and kind."""
         state: dict[str, dict[str, Tensor]] = {}
         unread = dict(tensors)
         for name, param in params.items():

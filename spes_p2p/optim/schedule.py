@@ -16,12 +16,8 @@ def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: float
     The schedule counts rounds, not steps, because all peers share rounds: a slow peer makes fewer steps in a round.
 
     Args:
-        train: Peak, warm-up, shape, decay and final share.
         rounds_elapsed: Full rounds since the run began, a fraction within a round; clamped to [0, `total_rounds`].
         total_rounds: Full rounds in the run; `train.schedule_rounds` replaces them.
-
-    Returns:
-        The rate of the next step; once `cosine` or `wsd` has decayed, `train.lr * train.final_lr_ratio`.
 
     Source: SGDR's cosine without restarts (https://arxiv.org/abs/1608.03983), as SPES uses it; warm-up, stable, decay
     from MiniCPM (https://arxiv.org/abs/2404.06395), with the linear decay of https://arxiv.org/abs/2405.18392.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spes_p2p.model.bank import ExpertBank
 from spes_p2p.model.kernels import KERNELS
+from spes_p2p.model.slot_model import SlotModel
 
 EXPERTS, WIDTH, INNER, TOP_K = 5, 16, 8, 2
 CPU = torch.device("cpu")
@@ -53,3 +54,15 @@ def bank_of(stock: nn.Module, claimed: Iterable[int], storage: str = "fp32", ker
     for slot in range(bank.num_experts):
         bank.load(slot, {name: getattr(stock, name).detach()[slot] for name in bank.shapes})
     return bank
+
+
+def stock_state(model: SlotModel) -> dict[str, Tensor]:
+    """A copy of the model under the stock class's names, with experts fused to `[E, O, I]`; tied weights stay tied."""
+    copies: dict[int, Tensor] = {}
+    state = {
+        name: copies.setdefault(tensor.data_ptr(), tensor.detach().clone())
+        for name, tensor in model.module.state_dict().items()
+        if ".mlp.experts." not in name
+    }
+    slots = [model.slot_weights(slot) for slot in range(model.num_slots)]
+    return state | {name: torch.stack([weights[name] for weights in slots]) for name in model.slot_shapes()}

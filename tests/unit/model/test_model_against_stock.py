@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import MIXTURES
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -15,9 +16,8 @@ from spes_p2p.model import export
 from spes_p2p.model.build import outline
 from spes_p2p.model.export import save_checkpoint
 from tests.unit.model.conftest import SEQUENCE, STOCK, VOCAB
-from tests.unit.model.plain import NEEDS_BITSANDBYTES, NF4
+from tests.unit.model.plain import NEEDS_BITSANDBYTES, NF4, stock_state
 
-FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
 CLAIMS = [[0, 1, 2, 3, 4, 5], [1, 4], []]
 
 
@@ -32,7 +32,7 @@ def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
     assert difference <= 5e-6 * max(expected.abs().max().item(), 1e-3), f"{what}: off by {difference:.1e}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("claimed", CLAIMS, ids=["all", "some", "none"])
 @pytest.mark.parametrize("kernel", ["loop", "grouped_mm"])
 def test_logits_and_gradients_equal_stock(pair, tokens, family, claimed, kernel):
@@ -49,7 +49,7 @@ def test_logits_and_gradients_equal_stock(pair, tokens, family, claimed, kernel)
             assert_near(parameter.grad, expected[name][slot], f"{name}[{slot}]")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_ten_adamw_steps_equal_stock_with_the_rest_frozen(pair, family):
     """Stock has no frozen experts, so its gradients of the unclaimed ones are dropped by hand."""
     claimed = [1, 4]
@@ -69,35 +69,35 @@ def test_ten_adamw_steps_equal_stock_with_the_rest_frozen(pair, family):
                     stock.get_parameter(name).grad[frozen] = 0.0
             optimizer.step()
     expected = stock.state_dict()
-    for name, tensor in swapped.stock_state_dict().items():
+    for name, tensor in stock_state(swapped).items():
         assert (tensor - expected[name]).abs().max() <= 1e-5, name
     for slot in range(swapped.num_slots):
         same = all(torch.equal(before[slot][name], tensor) for name, tensor in swapped.slot_weights(slot).items())
         assert same == (slot in frozen)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_export_loads_bit_equal_with_stock_classes(slot_model, tokens, tmp_path, family, tied):
     swapped = slot_model([0, 5], family=family, tie_embeddings=tied)
     save_checkpoint(swapped, tmp_path / "checkpoint")
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    exported = swapped.stock_state_dict()
+    exported = stock_state(swapped)
     assert exported.keys() == loaded.state_dict().keys()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, exported[name]), name
     assert_near(swapped.module(tokens).logits, loaded(tokens).logits, "logits")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("shard_bytes", [1, 2**25], ids=["a-file-for-each-slot", "one-file"])
 def test_export_writes_what_stock_save_pretrained_writes(slot_model, tmp_path, monkeypatch, family, tied, shard_bytes):
     monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
     swapped = slot_model([0, 5], family=family, tie_embeddings=tied)
     num_params = save_checkpoint(swapped, tmp_path / "ours")
-    swapped.module.save_pretrained(tmp_path / "stock", state_dict=swapped.stock_state_dict())
+    swapped.module.save_pretrained(tmp_path / "stock", state_dict=stock_state(swapped))
     theirs = load_file(tmp_path / "stock" / "model.safetensors")
     files = sorted((tmp_path / "ours").glob("*.safetensors"))
     ours = [load_file(file) for file in files]
@@ -111,10 +111,10 @@ def test_export_writes_what_stock_save_pretrained_writes(slot_model, tmp_path, m
     assert config["architectures"] == [STOCK[family].__name__]
     assert {**config, "architectures": None} == {**expected, "architectures": None}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in swapped.stock_state_dict().items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stock_state(swapped).items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_an_outline_has_the_models_tensors_by_name_and_shape_and_holds_none(slot_model, tiny, family, tied):
     full = slot_model([], family=family, tie_embeddings=tied)
@@ -124,14 +124,15 @@ def test_an_outline_has_the_models_tensors_by_name_and_shape_and_holds_none(slot
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8", NF4])
-def test_true_weights_are_exported_in_place_of_rounded_ones(pair, storage):
+def test_true_weights_are_exported_in_place_of_rounded_ones(pair, tmp_path, storage):
     stock, swapped = pair("olmoe", [0], storage)
     expected = stock.state_dict()
-    rounded = swapped.stock_state_dict()
+    rounded = stock_state(swapped)
     name = "model.layers.1.mlp.experts.down_proj"
     assert not torch.equal(rounded[name], expected[name])
     masters = {s: {n: expected[n][s] for n in swapped.slot_shapes()} for s in range(1, swapped.num_slots)}
-    for name, tensor in swapped.stock_state_dict(masters).items():
+    save_checkpoint(swapped, tmp_path / "exact", lambda slot: masters.get(slot) or swapped.weights(slot))
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "exact").state_dict().items():
         assert torch.equal(tensor, expected[name]), name
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import MIXTURES
 from lanes import sample
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.model.build import InitialWeights, build_slot_model, hf_config, stock_model
 from tests.unit.model.conftest import STOCK
-from tests.unit.model.plain import NF4, STORAGES
+from tests.unit.model.plain import NF4, STORAGES, stock_state
 
 VOCAB, SEQUENCE = 64, 16
 EVEN = {"hidden_size": 32, "intermediate_size": 16}
@@ -27,7 +28,7 @@ SUMS_OF_SEED_0 = {
 }
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("shape", [EVEN, ODD], ids=["even", "odd"])
 @pytest.mark.parametrize("cutoff", [None, 1.5], ids=["whole", "cut"])
 def test_a_slot_drawn_alone_is_the_models(tiny, seed, family, shape, cutoff):
@@ -39,7 +40,7 @@ def test_a_slot_drawn_alone_is_the_models(tiny, seed, family, shape, cutoff):
         built = build_slot_model(
             config, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=seed, claimed=claimed, storage="fp32"
         )
-        state = built.stock_state_dict()
+        state = stock_state(built)
         assert state.keys() == stock.keys()
         for name, tensor in state.items():
             assert torch.equal(tensor, stock[name]), name
@@ -50,7 +51,7 @@ def test_a_slot_drawn_alone_is_the_models(tiny, seed, family, shape, cutoff):
     assert torch.equal(torch.get_rng_state(), outside), "the caller's random state was disturbed"
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_each_tensor_and_slot_is_a_sample_of_its_own(tiny, seed, family):
     """Standard normal by Kolmogorov and Smirnov, and uncorrelated with every other; vectors are stock's constants."""
     config = tiny(family, hidden_size=64, intermediate_size=32, tie_embeddings=False)
@@ -95,7 +96,7 @@ def test_seed_gives_the_weights_that_it_always_gave():
         assert float(state[name].double().sum()) == pytest.approx(expected, abs=1e-4), name
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_a_cutoff_gives_the_truncated_normal_distribution(tiny, seed, family):
     """As `torch.nn.init.trunc_normal_` draws it, and only what lay beyond the cutoff is drawn again."""
     shape = {"hidden_size": 96, "intermediate_size": 64, "num_experts": 4}

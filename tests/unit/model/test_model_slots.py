@@ -7,17 +7,18 @@ import os
 
 import pytest
 import torch
+from checkpoints import MIXTURES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from spes_p2p.config import TrainConfig
+from spes_p2p.config import FAMILIES, TrainConfig
 from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.build import build_slot_model, check_attention, hf_config, stock_model
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
-from tests.unit.model.plain import STORAGES
+from tests.unit.model.plain import STORAGES, stock_state
 
 VOCAB, SEQUENCE = 64, 16
 
@@ -81,15 +82,15 @@ def test_loading_keeps_parameters_and_their_optimizer(slot_model, seed):
         model.load_slot(index, other.slot_weights(index))
     assert all(model.shared_parameters()[name] is parameter for name, parameter in shared.items())
     assert all(model.slot_parameters(1)[name] is parameter for name, parameter in slot.items())
-    loaded = model.stock_state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in other.stock_state_dict().items())
+    loaded = stock_state(model)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stock_state(other).items())
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "kind", "nan", "infinite"])
 @pytest.mark.parametrize("target", ["shared", "claimed", "frozen", "adopt", "export"])
-def test_tensors_that_do_not_fit_change_nothing(slot_model, fault, target):
+def test_tensors_that_do_not_fit_change_nothing(slot_model, tmp_path, fault, target):
     model = slot_model([1])
-    before = model.stock_state_dict()
+    before = stock_state(model)
     weights = {name: tensor.detach().clone() + 1 for name, tensor in model.slot_weights(2).items()}
     if target == "shared":
         weights = {name: tensor.detach().clone() + 1 for name, tensor in model.shared_parameters().items()}
@@ -109,12 +110,12 @@ def test_tensors_that_do_not_fit_change_nothing(slot_model, fault, target):
         "claimed": lambda: model.load_slot(1, weights),
         "frozen": lambda: model.load_slot(2, weights),
         "adopt": lambda: model.adopt(2, weights),
-        "export": lambda: model.stock_state_dict({2: weights}),
+        "export": lambda: save_checkpoint(model, tmp_path, lambda slot: weights if slot == 2 else model.weights(slot)),
     }
     with pytest.raises(DataError, match=last if fault not in ("unknown",) else "backdoor"):
         actions[target]()
     assert model.claimed == (1,)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.stock_state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in stock_state(model).items())
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -153,7 +154,7 @@ def test_unusable_settings_are_config_errors(slot_model, tiny):
         hf_config(tiny(hidden_size=12), VOCAB, SEQUENCE)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_stock_model_has_the_shape_that_the_run_asks_for(tiny, tokens, seed, family, normalise):
     shape = tiny(family, num_layers=3, top_k=3, norm_topk_prob=normalise, tie_embeddings=False, rope_theta=500.0)
@@ -167,7 +168,8 @@ def test_stock_model_has_the_shape_that_the_run_asks_for(tiny, tokens, seed, fam
     assert stock.config.pad_token_id is None and stock.config.eos_token_id is None and stock.config.bos_token_id is None
     _, weights_TK, _ = stock.model.layers[0].mlp.gate(torch.randn(5, 32))
     is_normalised = torch.allclose(weights_TK.sum(-1), torch.ones(5))
-    assert weights_TK.shape == (5, 3) and is_normalised == (normalise or family == "mixtral")
+    can_choose = "norm_topk_prob" in FAMILIES[family].settings
+    assert weights_TK.shape == (5, 3) and is_normalised == (normalise or not can_choose)
     assert stock(tokens, labels=tokens, output_router_logits=True).loss == stock(tokens, labels=tokens).loss
 
 
@@ -179,7 +181,7 @@ def test_the_norms_take_the_runs_epsilon_or_their_familys(tiny, seed, family, ow
         assert used == {expected} and stock.config.rms_norm_eps == expected
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_every_attention_kernel_gives_the_same_loss(tiny, tokens, seed, family):
     losses = []
     for attention in ("sdpa", "eager"):
@@ -207,14 +209,14 @@ def test_equal_seeds_give_equal_weights_whatever_is_claimed(slot_model, tiny, se
     models = [slot_model([]), slot_model([2, 0]), slot_model(list(range(6)))]
     assert torch.equal(torch.get_rng_state(), outside), "the caller's random state was disturbed"
     for model in models:
-        state = model.stock_state_dict()
+        state = stock_state(model)
         assert state.keys() == stock.keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())
     other = stock_model(tiny(), VOCAB, SEQUENCE, seed + 1).state_dict()
     assert not torch.equal(other["lm_head.weight"], stock["lm_head.weight"])
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_initial_weights_are_distributed_as_stock(tiny, seed, family):
     """Drawn submodule by submodule, they differ from the stock constructor's in value only."""
     shape = tiny(family, hidden_size=64, tie_embeddings=False)
@@ -244,22 +246,22 @@ def test_names_and_shapes_are_stock(slot_model, tiny, seed):
 
 def test_snapshot_does_not_follow_training(slot_model, tokens):
     model = slot_model([1])
-    snapshot = model.stock_state_dict()
+    snapshot = stock_state(model)
     before = {name: tensor.clone() for name, tensor in snapshot.items()}
     train(model, optimizer_of(model), tokens[None])
     assert all(torch.equal(snapshot[name], tensor) for name, tensor in before.items())
-    assert not torch.equal(model.stock_state_dict()["lm_head.weight"], before["lm_head.weight"])
+    assert not torch.equal(stock_state(model)["lm_head.weight"], before["lm_head.weight"])
 
 
 def test_naive_save_raises_and_names_the_remedy(slot_model, tmp_path):
     model = slot_model([1])
     for module in (model.module, copy.deepcopy(model).module):
-        with pytest.raises(ValueError, match="stock_state_dict"):
+        with pytest.raises(ValueError, match="save_checkpoint"):
             module.save_pretrained(tmp_path / "naive")
     assert not (tmp_path / "naive").exists()
-    model.module.save_pretrained(tmp_path / "told", state_dict=model.stock_state_dict())
+    model.module.save_pretrained(tmp_path / "told", state_dict=stock_state(model))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "told").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.stock_state_dict().items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stock_state(model).items())
 
 
 def test_checkpoint_is_replaced_whole_or_not_at_all(slot_model, tmp_path, seed):
@@ -274,10 +276,10 @@ def test_checkpoint_is_replaced_whole_or_not_at_all(slot_model, tmp_path, seed):
     with pytest.raises(OSError, match="disk full"):
         save_checkpoint(second, target, tokenizer=FailingTokenizer())
     loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in first.stock_state_dict().items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stock_state(first).items())
     save_checkpoint(second, target)
     loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in second.stock_state_dict().items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stock_state(second).items())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
