@@ -164,11 +164,7 @@ def is_stock_experts(module: nn.Module) -> bool:
 
 
 def check_layout(stock: nn.Module) -> None:
-    """Refuse experts modules that a bank cannot replace, such as gpt-oss's.
-
-    Raises:
-        ConfigError: the weights are transposed, interleaved, have biases or no gate, or the activation is not SiLU.
-    """
+    """Raise ConfigError if a bank cannot replace an experts module, such as gpt-oss's."""
     probe = torch.linspace(-4, 4, 9)
     if not torch.equal(stock.act_fn(probe), nn.functional.silu(probe)):  # type: ignore[operator]
         raise ConfigError(f"{type(stock).__name__} has the activation {stock.act_fn}; only SiLU is supported")

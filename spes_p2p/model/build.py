@@ -350,11 +350,7 @@ def _with_banks(module: PreTrainedModel, banks: Mapping[str, ExpertBank]) -> Slo
 
 
 def check_attention(attention: str, device: torch.device) -> None:
-    """Refuse an attention kernel that this machine cannot use.
-
-    Raises:
-        ConfigError: it is unknown, or `flash` without a GPU or its package.
-    """
+    """Raise ConfigError if an attention kernel is unknown, or is `flash` without a GPU or its package."""
     if attention not in ATTENTION:
         raise ConfigError(f"unknown attention={attention}; choose from {', '.join(ATTENTION)}")
     if attention != "flash":
@@ -371,11 +367,7 @@ def check_attention(attention: str, device: torch.device) -> None:
 
 
 def check_build(model: ModelConfig, storage: str, kernel: str) -> None:
-    """Refuse, without building, a storage or kernel that `build_slot_model` would refuse on a CPU.
-
-    Raises:
-        ConfigError: `storage` or `kernel` is unknown or cannot be used here.
-    """
+    """Raise ConfigError, without building, if `build_slot_model` would refuse a storage or kernel on a CPU."""
     FrozenStore(storage)
     if kernel != "auto" and not model.is_dense:
         width, inner = model.hidden_size, model.intermediate_size

@@ -5,14 +5,14 @@ Shape legend: E experts, r rank; of any weight, O and I are the output and input
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from spes_p2p.config import AdapterConfig, AdapterTarget, RunConfig
@@ -21,6 +21,7 @@ from spes_p2p.model.adapted import TARGETS, Base, InitialFactors
 from spes_p2p.model.export import Shards, on_disk_names, write_settings, written_folder
 from spes_p2p.model.frozen import GATE_UP, WEIGHT_NAMES
 from spes_p2p.model.lora import A, B
+from spes_p2p.model.safetensor_files import opened
 from spes_p2p.model.slot_model import SlotModel
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -64,7 +65,8 @@ def adapter_of(source: Path, chosen: AdapterConfig | None) -> AdapterConfig:
         )
     if settings.get("peft_type") != "LORA":
         raise ConfigError(f"{source} is a {settings.get('peft_type')!r} adapter; give --adapter a folder of LORA")
-    targets = list(dict.fromkeys(_target(name) for name in _names(source)))
+    with _weights(source) as file:
+        targets = list(dict.fromkeys(map(_target, file.keys())))
     fields = {"rank": settings.get("r"), "alpha": settings.get("lora_alpha"), "targets": targets}
     try:
         return AdapterConfig.model_validate((chosen or AdapterConfig()).model_dump() | fields)
@@ -92,15 +94,10 @@ def named_base(source: Path) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _names(source: Path) -> list[str]:
-    path = source / WEIGHTS
-    if not path.is_file():
+def _weights(source: Path) -> contextlib.AbstractContextManager[Any]:
+    if not (source / WEIGHTS).is_file():
         raise DataError(f"{source} lacks {WEIGHTS}; give a folder that peft has saved, its weights as safetensors")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read {path}: {error}; copy the adapter again") from error
+    return opened(source / WEIGHTS, "copy the adapter again")
 
 
 def _target(name: str) -> AdapterTarget:
@@ -127,14 +124,17 @@ class AdapterFiles:
 
     def __init__(self, source: Path, model: SlotModel, run: RunConfig) -> None:
         assert run.adapter is not None
-        _names(source)
-        if (source / WEIGHTS).stat().st_size > MAX_ADAPTER_BYTES:
-            raise DataError(f"{source / WEIGHTS} is larger than any adapter of a run; give another")
         self._source = source
         self._rank = run.adapter.rank
         self._num_experts = run.model.num_experts
         self._initial = InitialFactors(model, run.seed)
-        self._tensors = _loaded(source / WEIGHTS)
+        with _weights(source) as file:
+            if (source / WEIGHTS).stat().st_size > MAX_ADAPTER_BYTES:
+                raise DataError(f"{source / WEIGHTS} is larger than any adapter of a run; give another")
+            self._tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name, tensor in self._tensors.items():
+            if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+                raise DataError(f"{source / WEIGHTS}: {name} is not of finite floating-point numbers; give another")
         self._shapes = model.shapes()
         unread = set(self._tensors)
         for shapes in self._shapes.values():
@@ -192,17 +192,6 @@ class AdapterFiles:
         if rows.shape[:1] != (rank * experts,):
             raise ConfigError(f"{self._source}: {name} is not of {experts} experts with rank {rank}; give another")
         return stored.view(experts, rank, -1) if name.endswith(A) else stored.view(-1, rank, experts).permute(2, 0, 1)
-
-
-def _loaded(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read {path}: {error}; copy the adapter again") from error
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise DataError(f"{path}: {name} is not of finite floating-point numbers; give another adapter")
-    return tensors
 
 
 # ---------------------------------------------------------------------- writing
@@ -271,7 +260,7 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
     name, _, commit = (base, "", "") if Path(base).is_absolute() else base.partition("@")
     modules = [part for part, target in TARGETS.items() if target in targets]
     ends = {weight.rpartition(".")[2] for weight in factors.weights}
-    parameters = [f"mlp.experts.{name}" for name in WEIGHT_NAMES if EXPERTS in f".{factors.weights[0]}."]
+    has_experts = any(EXPERTS in weight for weight in factors.weights)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -285,7 +274,7 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
         "target_modules": [name for name in modules if name in ends],
-        "target_parameters": parameters,
+        "target_parameters": [f"mlp.experts.{name}" for name in WEIGHT_NAMES if has_experts],
     }
 
 

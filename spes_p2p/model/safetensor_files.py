@@ -73,7 +73,7 @@ class SafetensorFiles:
         self._paths: dict[str, Path] = {}
         self._shapes: dict[str, list[int]] = {}
         for path in _weight_files(source):
-            with _opened(path) as file:
+            with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     self._paths[name], self._shapes[name] = path, file.get_slice(name).get_shape()
 
@@ -81,27 +81,20 @@ class SafetensorFiles:
         return name in self._paths
 
     def check(self, name: str, shape: Sequence[int]) -> None:
-        """Refuse a checkpoint in which a tensor is missing or has another shape.
-
-        Raises:
-            DataError: so it is.
-        """
+        """Raise DataError if a tensor is missing or has another shape."""
         found = self._shapes.get(name)
         if found != list(shape):
             state = "is missing" if found is None else f"has shape {found}, not {list(shape)} as config.json says"
             raise DataError(f"{self._source}: tensor {name} {state}; give --from a whole checkpoint")
 
     def check_tied(self, config: PretrainedConfig) -> None:
-        """Refuse a checkpoint with a head of its own where config.json ties the head to the embedding.
+        """Raise DataError if a checkpoint has a head of its own, and config.json ties the head to the embedding.
 
         transformers uses such a head, with a warning; a run would train another model.
-
-        Raises:
-            DataError: so it is.
         """
         if not config.tie_word_embeddings or HEAD not in self or EMBEDDING not in self:
             return
-        with _opened(self._paths[HEAD]) as first, _opened(self._paths[EMBEDDING]) as second:
+        with opened(self._paths[HEAD]) as first, opened(self._paths[EMBEDDING]) as second:
             head, embedding = first.get_slice(HEAD), second.get_slice(EMBEDDING)
             shape, kind = head.get_shape(), head.get_dtype()
             is_same = (shape, kind) == (embedding.get_shape(), embedding.get_dtype()) and all(
@@ -120,7 +113,7 @@ class SafetensorFiles:
         Raises:
             DataError: it holds NaN or infinity, or is not floating-point.
         """
-        with _opened(self._paths[name]) as file:
+        with opened(self._paths[name]) as file:
             if file.get_slice(name).get_dtype() in DTYPES:
                 tensor: Tensor = (file.get_tensor(name) if row is None else file.get_slice(name)[row]).clone()
                 if torch.isfinite(tensor).all():
@@ -131,13 +124,13 @@ class SafetensorFiles:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open one file, after a check that offsets, types and shapes in it agree."""
+def opened(path: Path, remedy: str = "download the checkpoint again") -> Iterator[Any]:
+    """Open one file, after a check that offsets, types and shapes in it agree; raises DataError."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read {path}: {error}; download the checkpoint again") from error
+        raise DataError(f"cannot read {path}: {error}; {remedy}") from error
 
 
 def _weight_files(source: Path) -> list[Path]:

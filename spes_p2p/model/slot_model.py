@@ -96,11 +96,7 @@ class SlotModel:
         return {name: parameter.detach() for name, parameter in self.shared_parameters().items()}
 
     def load_shared(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite the shared parameters in place, all or nothing.
-
-        Raises:
-            DataError: names or shapes differ from `shared_shapes`, or a value is not finite.
-        """
+        """Overwrite the shared parameters in place, all or nothing; `check_tensors` raises DataError."""
         check_tensors("shared", tensors, self.shared_shapes())
         with torch.no_grad():
             for name, parameter in self.shared_parameters().items():
@@ -109,19 +105,15 @@ class SlotModel:
     def load_slot(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite one slot, all or nothing: in place if it is claimed, rounded to storage if it is frozen.
 
-        Raises:
-            ValueError: the slot does not exist.
-            DataError: names or shapes differ from `slot_shapes`, or a value is not finite.
+        `check_tensors` raises DataError.
         """
         for prefix, weights_OI in self._by_bank(slot, tensors).items():
             self._banks[prefix].load(slot, weights_OI)
 
     def load_kept(self, slot: int, data: Tensor) -> None:
-        """Overwrite one frozen slot from its kept form, which its storage takes as it is.
+        """Overwrite one frozen slot from its kept form, uint8, which its storage takes as it is.
 
-        Args:
-            slot: A slot that is not claimed.
-            data: The form, uint8, of a flat vector of the tensors in the order of `slot_shapes`.
+        It is the form of a flat vector of the tensors in the order of `slot_shapes`.
         """
         self._check_slot(slot)
         start, shapes = 0, self.slot_shapes()
@@ -176,12 +168,9 @@ class SlotModel:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} is not in a model of {self.num_slots}; choose 0 to {self.num_slots - 1}")
 
-    def _check(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+    def _by_bank(self, slot: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         self._check_slot(slot)
         check_tensors(f"slot-{slot}", tensors, self.slot_shapes())
-
-    def _by_bank(self, slot: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        self._check(slot, tensors)
         return {
             prefix: {name: tensors[f"{prefix}.{name}"] for name in bank.shapes} for prefix, bank in self._banks.items()
         }
@@ -193,11 +182,7 @@ class SlotModel:
 
 
 def check_tensors(what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse tensors that do not match `shapes` exactly.
-
-    Raises:
-        DataError: a name is missing or unknown, a shape differs, or a value is not floating-point or not finite.
-    """
+    """Raise DataError if names or shapes are not exactly these, or a value is not floating-point or not finite."""
     for name in sorted(shapes.keys() ^ tensors.keys()):
         fault = "is missing" if name in shapes else "is unknown"
         raise DataError(f"{what}: tensor {name} {fault}; use a version of the same model")

@@ -145,11 +145,7 @@ def _is_plain(setting: dict[str, Any]) -> bool:
 
 
 def check_family(source: Path, config: PretrainedConfig, families: Iterable[str]) -> None:
-    """Refuse a checkpoint of another architecture than these families', or of quantised weights.
-
-    Raises:
-        ConfigError: so it is.
-    """
+    """Raise ConfigError if a checkpoint is not of one of these families, or has quantised weights."""
     classes = {kind: f"{FAMILIES[kind].stock}ForCausalLM" for kind in families}
     found = classes.get(config.model_type, "")
     architecture = (config.architectures or [found or f"a model of type {config.model_type!r}"])[0]
