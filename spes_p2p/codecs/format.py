@@ -51,8 +51,7 @@ class Segment:
     """The segment travels in rounds that are multiples of this."""
 
     def __post_init__(self) -> None:
-        if self.numel < 0 or self.interval < 1:
-            raise ValueError(f"segment of numel={self.numel}, interval={self.interval}; set 0 or more, and 1 or more")
+        assert self.numel >= 0 and self.interval >= 1, f"segment of numel={self.numel}, interval={self.interval}"
 
 
 @dataclass(frozen=True)

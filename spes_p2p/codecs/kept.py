@@ -53,11 +53,7 @@ def quantise_int8(flat_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise_int8(values_N: Tensor, scales_B: Tensor) -> Tensor:
     """Return the fp32 vector [N] of values and scales from `quantise_int8`."""
-    if scales_B.numel() != num_int8_blocks(values_N.numel()):
-        raise ValueError(
-            f"{scales_B.numel()} scales do not fit {values_N.numel()} values in blocks of {INT8_BLOCK}; "
-            f"pass the two that quantise_int8 returned together"
-        )
+    assert len(scales_B) == num_int8_blocks(len(values_N)), f"{len(scales_B)} scales, {len(values_N)} values"
     flat_N = values_N.to(torch.float32)
     for part_BW, _, scales_B1 in _int8_parts(flat_N, values_N, scales_B):
         part_BW.mul_(scales_B1)
@@ -212,8 +208,7 @@ class KeptForm:
 
     def encode(self, flat_N: Tensor) -> Tensor:
         """Return the form of fp32 values on the CPU, uint8 [num_bytes]."""
-        if flat_N.numel() != self.numel:
-            raise ValueError(f"a slot of {flat_N.numel()} elements, expected {self.numel}; pass one of this model")
+        assert flat_N.numel() == self.numel, f"a slot of {flat_N.numel()} elements, not {self.numel}"
         data = torch.empty(self.num_bytes, dtype=torch.uint8)
         for start, stop in self._pieces():
             for place, part in zip(self._places(start, stop), self._kind.encode(flat_N[start:stop]), strict=True):

@@ -141,18 +141,15 @@ class Layout:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the tensors as one fp32 CPU vector [N]."""
-        if set(tensors) != set(self.shapes):
-            raise ValueError(f"tensors {sorted(tensors)[:3]}... are not the layout's {list(self.shapes)[:3]}...")
+        assert set(tensors) == set(self.shapes), f"{sorted(tensors)[:3]}..., not {list(self.shapes)[:3]}..."
         flat_N = torch.empty(self.numel, dtype=torch.float32)
         for piece, (name, shape) in zip(flat_N.split(self.sizes), self.shapes.items(), strict=True):
-            if tuple(tensors[name].shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the layout says {shape}")
+            assert tuple(tensors[name].shape) == shape, f"{name}: {tuple(tensors[name].shape)}, not {shape}"
             piece.copy_(full_tensor(tensors[name].detach()).reshape(-1))
         return flat_N
 
     def unflatten(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Return views of `flat_N` by name."""
-        if flat_N.numel() != self.numel:
-            raise ValueError(f"vector of {flat_N.numel()} elements does not fit a layout of {self.numel}")
+        assert flat_N.numel() == self.numel, f"vector of {flat_N.numel()} elements, not {self.numel}"
         pieces = flat_N.split(self.sizes)
         return {name: piece.view(shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)}

@@ -64,8 +64,7 @@ class SlotModel:
 
     def slot_parameters(self, slot: int) -> dict[str, nn.Parameter]:
         """Return the trainable parameters of one claimed slot."""
-        if slot not in self.claimed:
-            raise ValueError(f"slot {slot} is not claimed, only {list(self.claimed)} are; adopt it first")
+        assert slot in self.claimed, f"slot {slot} is not claimed, only {list(self.claimed)} are"
         return self._by_name(lambda bank: bank.parameters_of(slot))
 
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,14 +128,10 @@ class SlotModel:
         """Make a frozen slot trainable, from `weights` or else from its stored weights.
 
         The new parameters need an optimizer group, and DDP a new wrapper.
-
-        Raises:
-            ValueError: the slot does not exist, or is claimed already.
-            DataError: as `load_slot`.
+        `check_tensors` raises DataError.
         """
         self._check_slot(slot)
-        if slot in self.claimed:
-            raise ValueError(f"slot {slot} is claimed already; use load_slot to change its weights")
+        assert slot not in self.claimed, f"slot {slot} is claimed already"
         by_bank = self._by_bank(slot, weights) if weights is not None else {}
         for prefix, bank in self._banks.items():
             bank.adopt(slot, by_bank.get(prefix))
@@ -144,12 +139,9 @@ class SlotModel:
     def release(self, slot: int) -> None:
         """Freeze a claimed slot, rounded to storage, all or nothing; read `slot_weights` first if you need exact ones.
 
-        Raises:
-            ValueError: the slot is not claimed.
-            DataError: a weight is not finite.
+        `check_tensors` raises DataError.
         """
-        if slot not in self.claimed:
-            raise ValueError(f"slot {slot} is not claimed, only {list(self.claimed)} are; nothing to release")
+        assert slot in self.claimed, f"slot {slot} is not claimed, only {list(self.claimed)} are"
         check_tensors(f"slot-{slot}", self.slot_parameters(slot), self.slot_shapes())
         for bank in self._banks.values():
             bank.release(slot)
@@ -165,8 +157,7 @@ class SlotModel:
             bank.gather()
 
     def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"slot {slot} is not in a model of {self.num_slots}; choose 0 to {self.num_slots - 1}")
+        assert 0 <= slot < self.num_slots, f"slot {slot} is not in a model of {self.num_slots}"
 
     def _by_bank(self, slot: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         self._check_slot(slot)

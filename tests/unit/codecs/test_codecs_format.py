@@ -137,5 +137,5 @@ def test_moments_travel_in_rounds_that_are_multiples_of_their_interval():
 
 @pytest.mark.parametrize(("numel", "interval"), [(-1, 1), (1, 0)])
 def test_a_segment_of_no_sense_is_refused(numel, interval):
-    with pytest.raises(ValueError, match=f"numel={numel}, interval={interval}"):
+    with pytest.raises(AssertionError, match=f"numel={numel}, interval={interval}"):
         Segment(numel, "fp32", interval=interval)

@@ -217,7 +217,7 @@ def test_slots_go_from_hand_to_hand(folder: Path) -> None:
     world.model.release(2)
     assert world.model.claimed == (3,) and torch.equal(logits(world.model.module, ids_BT), before)
     assert all(torch.equal(world.model.slot_weights(2)[name], tensor) for name, tensor in weights.items())
-    with pytest.raises(ValueError, match="slot 2 is not claimed"):
+    with pytest.raises(AssertionError, match="slot 2 is not claimed"):
         world.model.slot_parameters(2)
 
 

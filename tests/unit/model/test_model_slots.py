@@ -132,14 +132,14 @@ def test_slot_with_values_that_are_not_finite_is_not_released(slot_model, storag
 
 def test_slots_that_cannot_be_are_refused(slot_model):
     model = slot_model([1])
-    with pytest.raises(ValueError, match="slot 1 is claimed"):
+    with pytest.raises(AssertionError, match="slot 1 is claimed"):
         model.adopt(1)
-    with pytest.raises(ValueError, match="slot 2 is not claimed"):
+    with pytest.raises(AssertionError, match="slot 2 is not claimed"):
         model.release(2)
-    with pytest.raises(ValueError, match="slot 2 is not claimed"):
+    with pytest.raises(AssertionError, match="slot 2 is not claimed"):
         model.slot_parameters(2)
     for wrong in (-1, 6):
-        with pytest.raises(ValueError, match=f"slot {wrong} is not in"):
+        with pytest.raises(AssertionError, match=f"slot {wrong} is not in"):
             model.slot_weights(wrong)
         with pytest.raises(ConfigError, match=f"slot {wrong} "):
             slot_model([wrong])
