@@ -43,18 +43,13 @@ def save_checkpoint(
     """Write config, weights in fp32 and tokenizer, as `AutoModelForCausalLM.from_pretrained(directory)` loads them.
 
     The checkpoint is written beside `directory` and renamed: a reader sees the old one, the new one, or for the
-    moment between two renames none, but never half of one.
+    moment between two renames none, but never half of one. Returns the number of parameters.
 
     Args:
         model: The model's configuration and shapes; may be an `outline`.
-        directory: Folder of the checkpoint; replaces an older checkpoint there.
         read: Returns one slot's weights, or for None the shared ones, under the names of `SlotModel`; by default the
             model's own. Called once for each, in order; what it returns is dropped before memory holds another file's.
-        tokenizer: Tokenizer to save with the model.
         card: Text of the model card, README.md; none is written if it is empty.
-
-    Returns:
-        Number of parameters.
 
     Raises:
         ConfigError: `directory` exists and is not a checkpoint.

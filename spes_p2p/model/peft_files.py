@@ -231,8 +231,6 @@ def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, ca
     """Write an adapter as `peft.PeftModel.from_pretrained(model, directory)` loads it; return its parameters.
 
     Args:
-        directory: Folder of the adapter; replaces an older one there.
-        card: Text of README.md; none is written if it is empty.
         base: The base for adapter_config.json: on the hub, `owner/name@commit`, or a folder; empty if neither is known.
 
     Raises:
@@ -285,11 +283,7 @@ def save_merged(
 
     Tensors keep the base's precision. Memory holds one file of MERGED_BYTES, or one tensor if that is larger.
 
-    Args:
-        model: Outline of the base's model.
-        base: The base, not quantised.
-        directory: Folder of the checkpoint; replaces an older one there.
-        card: Text of README.md; none is written if it is empty.
+    The model may be an outline; the base is not quantised.
 
     Raises:
         ConfigError: `directory` exists and is no checkpoint.

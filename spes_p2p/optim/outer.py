@@ -90,16 +90,8 @@ def merge_experts(gate_up_EOD: Tensor, down_EDI: Tensor, alpha: float, top_k: in
 
     Similarity is the cosine of the flattened *gate* projections only (SPES's `w1`: the first half of `gate_up`'s rows),
     as in SPES's code; the up and down projections move along. An expert becomes `w + alpha * mean_j(w_j - w)`, computed
-    from the values before the merge.
-
-    Args:
-        gate_up_EOD: Fused gate and up projections of one layer, in Hugging Face's layout.
-        down_EDI: Down projections of the same layer.
-        alpha: Share of the way, in [0, 1]; 0 changes nothing.
-        top_k: Neighbours per expert, at least 1; capped at E - 1, so that a single expert does not move.
-
-    Returns:
-        New `gate_up_EOD` and `down_EDI` in the arguments' dtypes; the arguments do not change.
+    from the values before the merge. `top_k` is capped at E - 1, so that a single expert does not move. Returns new
+    tensors in the arguments' dtypes.
 
     Source: SPES (https://arxiv.org/abs/2602.11543), `spes_server_knowledge_transfer.py`.
     """
