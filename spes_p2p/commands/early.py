@@ -110,8 +110,13 @@ def check_export(config: of.ExportConfig) -> None:
         )
     if source is not None and "spes:" in source.lower():
         JoinLink.parse(source)
-    elif source is not None and "://" not in source and not any(Path(source).expanduser().glob("rounds/*.json")):
+    elif source is not None and not is_store(source):
         _check_kept(Path(source).expanduser())
+
+
+def is_store(source: str) -> bool:
+    """Check whether a monitor uploads to a place: it is a bucket, or a folder with checkpoints that are whole."""
+    return source.startswith("s3://") or any(Path(source).expanduser().glob("round-*/SHA256SUMS"))
 
 
 def _check_kept(folder: Path) -> None:

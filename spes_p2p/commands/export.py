@@ -6,14 +6,13 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from spes_p2p.commands.early import check_export
+from spes_p2p.commands.early import check_export, is_store
 from spes_p2p.config.commands import ExportConfig
 from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError
 from spes_p2p.fs import scratch_path
 from spes_p2p.monitor.model_folder import VERSIONS, Exported, check_free, export
-from spes_p2p.monitor.stores import open_store
-from spes_p2p.monitor.uploads import StoredCheckpoints, is_store
+from spes_p2p.monitor.uploads import Store
 from spes_p2p.monitor.view import SwarmView, fold, look
 from spes_p2p.monitor.watch import peers_of, pull_round
 from spes_p2p.peer.base import own_copy
@@ -80,8 +79,9 @@ def _download(config: ExportConfig, place: str) -> int:
         raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
     output = config.output.resolve()
     check_free(output, overwrite=config.overwrite)
-    found = StoredCheckpoints(open_store(place), place).download(config.round, output, overwrite=config.overwrite)
-    say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {found.num_bytes / 1e6:.1f} MB")
+    found = Store(place).download(config.round, output, overwrite=config.overwrite)
+    num_bytes = sum(path.stat().st_size for path in output.iterdir())
+    say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {num_bytes / 1e6:.1f} MB")
     return 0
 
 

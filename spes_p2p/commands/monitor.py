@@ -27,7 +27,7 @@ from spes_p2p.data.packing import held_out_by_source, probe_windows
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
 from spes_p2p.fs import private_folder
-from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints, Uploads
+from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, Sink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
@@ -36,7 +36,7 @@ from spes_p2p.monitor.page.snapshot import PageState
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import ConsoleSink, Sinks
 from spes_p2p.monitor.tasks import TASKS_DIRECTORY, TaskEvaluations
-from spes_p2p.monitor.uploads import open_destination
+from spes_p2p.monitor.uploads import open_place
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.base import obtain_base, stored_base
@@ -109,7 +109,7 @@ def main(settings: MonitorConfig) -> int:
     """
     task_groups(settings.tasks, settings.suite, settings.task_path)  # before anything is joined or written
     if settings.upload is not None:
-        open_destination(settings.upload)
+        open_place(settings.upload)
     check_packages(wandb=settings.wandb, tensorboard=settings.tensorboard)
     check_place(settings.page)
     with own_output(settings) as output:
@@ -196,20 +196,14 @@ def _task_evaluations(settings: MonitorConfig, output: Path, save: Callable[[Pat
 
 def _checkpoints(settings: MonitorConfig, output: Path, manifest: Manifest) -> Checkpoints | None:
     """Return what writes and uploads checkpoints during the run, if any are asked for."""
-    place = settings.upload
-    if place is None and settings.checkpoint_every is None:
+    every, keep_last, upload = settings.checkpoint_every, settings.keep_last, settings.upload
+    if upload is None and every is None:
         return None
-    uploads = None
-    if place is not None:
-        uploads = Uploads(
-            place, lambda: open_destination(place), keep_last=settings.keep_last, mbit=settings.upload_mbit
-        )
 
     def save(folder: Path, round: int, loss: float | None) -> None:
         export(output, folder, round, held_out=loss)
 
-    every, keep_last = settings.checkpoint_every, settings.keep_last
-    return Checkpoints(output / CHECKPOINTS, manifest, save, every=every, keep_last=keep_last, uploads=uploads)
+    return Checkpoints(output / CHECKPOINTS, manifest, save, every=every, keep_last=keep_last, upload=upload)
 
 
 @dataclass(frozen=True)

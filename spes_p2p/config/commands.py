@@ -122,10 +122,9 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep, besides the one with the least held-out loss."""
     upload: UploadPlace | None = None
-    """Where checkpoints and the last model are uploaded: `s3://BUCKET/PREFIX` (extra `s3`), `hf://OWNER/NAME`, a model
-    repository of the hub, or a folder. Credentials come from boto3's and huggingface_hub's own settings."""
-    upload_mbit: PositiveFloat | None = None
-    """Upload rate to a bucket or a folder in 10^6 bits per second, on average; by default as fast as it goes."""
+    """Where checkpoints and the last model are uploaded: `s3://BUCKET/PREFIX`, `hf://OWNER/NAME`, a model repository of
+    the hub, or a folder. Credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or `~/.aws` with the extra `s3`;
+    huggingface_hub's own."""
     poll_seconds: Annotated[float, Field(gt=0, le=30)] = 1.0
     """Interval of reading the swarm's records. A report of a round that lives shorter is missed."""
     console: Literal["auto", "live", "plain", "none"] = "auto"
@@ -169,8 +168,6 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     def _check_start(self) -> MonitorConfig:
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other; choose one")
-        if self.upload_mbit is not None and (self.upload is None or self.upload.startswith("hf://")):
-            raise ValueError("upload_mbit needs an upload to a bucket or a folder; drop it, or set another upload")
         return self
 
 

@@ -23,8 +23,7 @@ from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.monitor.stores import open_store
-from spes_p2p.monitor.uploads import MANIFEST_FILE, StoredCheckpoints
+from spes_p2p.monitor.uploads import INFO_FILE, SUMS_FILE, Store
 from spes_p2p.peer.restart import LEAST_SECONDS
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.certificate import Body
@@ -213,9 +212,9 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
         measured = {event["round"]: event["loss"] for event in events(config.output, "evaluation")}
         assert measured[0] == pytest.approx(reference_loss(start, config, run, tokenizer), abs=1e-4)
         assert measured[1] == pytest.approx(reference_loss(trained, config, run, tokenizer), abs=1e-4)
-    StoredCheckpoints(open_store(tmp_path / "store"), "store").download(None, tmp_path / "back")
+    Store(str(tmp_path / "store")).download(None, tmp_path / "back")
     names = {path.name for path in (tmp_path / "out" / "model").iterdir()}
-    assert {path.name for path in (tmp_path / "back").iterdir()} == {*names, MANIFEST_FILE}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {*names, INFO_FILE, SUMS_FILE}
     for name in names:
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "out" / "model" / name).read_bytes()
     samples = {event["round"]: event for event in events(config.output, "sample")}

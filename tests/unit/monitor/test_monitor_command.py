@@ -52,12 +52,6 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
         settings(tmp_path, resume=True, overwrite=True)
 
 
-@pytest.mark.parametrize("upload", [None, "hf://me/model"])
-def test_a_rate_that_would_not_be_kept_is_refused(upload: str | None) -> None:
-    with pytest.raises(ValidationError, match="upload_mbit needs an upload to a bucket or a folder"):
-        MonitorConfig(run_id="run", initial_peers=[ADDRESS], upload=upload, upload_mbit=5)
-
-
 def test_a_link_names_run_and_peers(tmp_path: Path) -> None:
     founder = hashed_peer_id(b"founder")
     address = f"/ip4/203.0.113.7/tcp/4001/p2p/{founder}"
