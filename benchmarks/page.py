@@ -251,7 +251,7 @@ async def _in_browser() -> dict[str, Any]:
             )
             began = time.monotonic()
             shown.advance()
-            await tab.wait_for(f"data.rounds.has('{shown.view.published}')")
+            await tab.wait_for(f"'{shown.view.published}' in data.rounds")
             found[name]["update_seconds"] = time.monotonic() - began
             if name == "large":
                 found[name] |= await _ticks(tab, shown)
@@ -301,18 +301,23 @@ async def _viewers() -> dict[str, Any]:
 
 
 VIEWERS_CODE = """
-import asyncio
-async def view():
-    reader, writer = await asyncio.open_connection("127.0.0.1", {port})
-    writer.write(b"GET /events HTTP/1.0\\r\\nHost: 127.0.0.1:{port}\\r\\n\\r\\n")
-    await reader.readuntil(b"\\r\\n\\r\\n")
-    return asyncio.create_task(read(reader)), writer
-async def read(reader):
-    while await reader.read(65536): pass
+import asyncio, itertools
+from aiohttp import ClientSession, ClientTimeout, TCPConnector
+async def view(session, started):
+    tag = ""
+    for number in itertools.count():
+        async with session.get("http://127.0.0.1:{port}/state.json", headers={{"If-None-Match": tag}}) as answer:
+            await answer.read()
+            tag = answer.headers["ETag"]
+        if not number: started.release()
+        await asyncio.sleep(2)
 async def main():
-    kept = [await view() for _ in range({count})]
-    print("all are here", flush=True)
-    await asyncio.gather(*(task for task, _ in kept))
+    async with ClientSession(connector=TCPConnector(limit=0)) as session:
+        started = asyncio.Semaphore(0)
+        views = [asyncio.create_task(view(session, started)) for _ in range({count})]
+        for _ in views: await started.acquire()
+        print("all are here", flush=True)
+        await asyncio.gather(*views)
 asyncio.run(main())
 """
 
@@ -379,7 +384,7 @@ def refused(seen: Seen) -> Iterator[Row]:
 
 def promises(seen: Seen) -> Iterator[Row]:
     """Yield what tests hold of sinks, verbs, pauses and rules."""
-    sinks = [f"{UNIT}monitor/test_monitor_curves.py::test_all_four_agree_on_the_last_rounds_loss_to_the_last_digit"]
+    sinks = [f"{UNIT}monitor/test_monitor_curves.py::test_all_four_agree_on_the_last_rounds_loss"]
     yield passing("W&B, TensorBoard, Prometheus and JSONL on the last round's loss", "to the last digit", sinks, seen)
     yield passing("a verb takes effect", "within one step, or 2 s", [UNIT + test for test in VERBS], seen)
     pause = ["tests/swarm/test_peer_controls.py", f"{UNIT}training/test_rounds_paused.py"]

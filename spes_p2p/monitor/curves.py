@@ -1,19 +1,19 @@
-"""Curves of a run in other people's programs: Weights & Biases, TensorBoard, Prometheus. All show a round's event."""
+"""Curves of a run in other people's programs: Weights & Biases, TensorBoard, Prometheus. All show the same events."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.events import Event, Sink
 from spes_p2p.monitor.sinks import SinkError
-from spes_p2p.monitor.view import PHASES, SwarmView, short_id
+from spes_p2p.monitor.view import SwarmView, short_id
 from spes_p2p.presentation import MAX_QUOTE_CHARS, printable
 
 MAX_CURVES = 100
@@ -22,11 +22,7 @@ ROUND_CURVES = ("loss", "tokens_per_second", "tokens", "total_tokens", "covered_
 
 
 def check_packages(*, wandb: bool, tensorboard: bool) -> None:
-    """Check that the packages of the curves that are asked for are there.
-
-    Raises:
-        ConfigError: one is not installed.
-    """
+    """Raise ConfigError if a package of the curves that are asked for is missing."""
     for is_asked, flag, package in ((wandb, "--wandb", "wandb"), (tensorboard, "--tensorboard", "tensorboardX")):
         if is_asked and importlib.util.find_spec(package) is None:
             raise ConfigError(f"{flag} needs {package}; run: pip install {package}")
@@ -48,21 +44,25 @@ def curves_of(event: Event) -> dict[str, float]:
     return {name: value for name, value in points.items() if value is not None}
 
 
-class _Curves:
-    """Keeps to the curves of the swarm and of the first `MAX_CURVES` peers."""
+class _CurveSink(Sink):
+    """Passes on the points of the swarm, and of the first `MAX_CURVES` peers."""
 
     def __init__(self) -> None:
         self._peers: set[str] = set()
 
-    def points(self, event: Event) -> dict[str, float]:
+    def take(self, event: Event, view: SwarmView) -> None:
         if event["kind"] == "report" and event["peer_id"] not in self._peers:
             if len(self._peers) >= MAX_CURVES:
-                return {}
+                return
             self._peers.add(event["peer_id"])
-        return curves_of(event)
+        if points := curves_of(event):
+            self._add(event, points)
+
+    def _add(self, event: Event, points: Mapping[str, float]) -> None:
+        raise NotImplementedError
 
 
-class WandbSink(Sink):
+class WandbSink(_CurveSink):
     """Logs curves to Weights & Biases, offline unless WANDB_MODE is set: no account is needed.
 
     Args:
@@ -79,6 +79,7 @@ class WandbSink(Sink):
     def __init__(self, directory: Path, *, project: str, name: str, watch: str, config: Mapping[str, Any]) -> None:
         import wandb
 
+        super().__init__()
         mode = os.environ.get("WANDB_MODE", "offline")
         try:
             self._run = wandb.init(
@@ -102,12 +103,10 @@ class WandbSink(Sink):
             raise ConfigError(f"W&B does not start: {error}; set WANDB_MODE=offline or drop --wandb") from error
         for pattern in ("swarm/*", "peer/*"):
             self._run.define_metric(pattern, step_metric="round")
-        self._curves = _Curves()
         self._is_open = True
 
-    def take(self, event: Event, view: SwarmView) -> None:
-        if points := self._curves.points(event):
-            self._call(lambda: self._run.log({"round": event["round"], **points}))
+    def _add(self, event: Event, points: Mapping[str, float]) -> None:
+        self._call(lambda: self._run.log({"round": event["round"], **points}))
 
     def close(self) -> None:
         if self._is_open:
@@ -130,10 +129,10 @@ def _shown(value: Any) -> Any:
     return printable(value, MAX_QUOTE_CHARS) if isinstance(value, str) else value  # guard: settings-shown
 
 
-class TensorboardSink(Sink):
-    """Writes curves for TensorBoard, in double precision: tensorboardX's own scalars are single.
+class TensorboardSink(_CurveSink):
+    """Writes curves for TensorBoard.
 
-    Uses tensorboardX's plain writer. Its asynchronous one waits for ever after a failed write.
+    Not by tensorboardX's SummaryWriter, which waits for ever once a write has failed, but by the writer under it.
 
     Args:
         directory: Log directory; each start adds a file.
@@ -145,47 +144,31 @@ class TensorboardSink(Sink):
     def __init__(self, directory: Path) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
+        super().__init__()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Without the suffix two starts within a second would write one file.
             self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{time.time_ns()}")
         except OSError as error:
             raise ConfigError(f"cannot write {directory}: {error.strerror}; choose a writable --output") from error
-        self._curves = _Curves()
-        self._is_dirty = True
 
-    def take(self, event: Event, view: SwarmView) -> None:
+    def _add(self, event: Event, points: Mapping[str, float]) -> None:
         from tensorboardX.proto.event_pb2 import Event as Entry
-        from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboardX.proto.tensor_pb2 import TensorProto
+        from tensorboardX.summary import scalar
 
-        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
-        values = [
-            Summary.Value(tag=name, metadata=kind, tensor=TensorProto(dtype="DT_DOUBLE", double_val=[float(point)]))
-            for name, point in self._curves.points(event).items()
-        ]
-        if values:
-            entry = Entry(wall_time=event["time"], step=event["round"], summary=Summary(value=values))
+        for name, point in points.items():
+            entry = Entry(wall_time=event["time"], step=event["round"], summary=scalar(name, point))
             self._writer.write_event(entry)
-            self._is_dirty = True
 
     def update(self, view: SwarmView) -> None:
-        if self._is_dirty:
-            self._is_dirty = False
-            self._writer.flush()
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
-# ------------------------------------------------------------------ Prometheus
-
-
-class PrometheusText:
-    """The swarm's figures in Prometheus's text format, for the page's `/metrics`.
-
-    Source: https://prometheus.io/docs/instrumenting/exposition_formats.
-    """
+class Prometheus:
+    """The swarm's figures in Prometheus's text format, for the page's `/metrics`."""
 
     def __init__(self) -> None:
         self._round: Event = {}
@@ -198,62 +181,41 @@ class PrometheusText:
         elif event["kind"] == "evaluation":
             self._evaluation = event
 
-    def render(self, view: SwarmView, own_bytes: tuple[int, int] | None) -> str:
-        """Return the text for a view.
+    def render(self, view: SwarmView, own_bytes: tuple[int, int] | None) -> bytes:
+        """Return the text for a view; `own_bytes` are those that this peer has sent and received, None on a monitor."""
+        from prometheus_client import generate_latest
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+        from prometheus_client.registry import Collector
 
-        Args:
-            view: The newest view.
-            own_bytes: Sent and received by this peer; None on a monitor.
-        """
-        done, held_out = self._round, self._evaluation
-        phases = [(f'{{phase="{phase}"}}', done["phases"][phase]) for phase in PHASES] if done else []
-        by_source = {name: loss for name, loss in held_out.get("sources", {}).items() if loss is not None}
-        losses = [*_one(held_out.get("loss")), *((f'{{source="{name}"}}', loss) for name, loss in by_source.items())]
-        slots = [(f'{{slot="{slot}"}}', holders) for slot, holders in enumerate(view.coverage)]
-        return "".join(
-            (
-                _family("round", "gauge", "Newest round with an event.", [("", done.get("round", 0))]),
-                _family(
-                    "tokens_trained_total",
-                    "counter",
-                    "Tokens of all rounds that this page knows.",
-                    [("", done.get("total_tokens", 0))],
-                ),
-                _family("loss", "gauge", "Training loss of the round, nats per token.", _one(done.get("loss"))),
-                _family("held_out_loss", "gauge", "Newest held-out loss, nats per token.", losses),
-                _family("tokens_per_second", "gauge", "Of the round.", _one(done.get("tokens_per_second"))),
-                _family("round_seconds", "gauge", "Median time of the round by phase.", phases),
-                _family("agreement_ratio", "gauge", "Share of equal digests.", _one(done.get("agreement"))),
-                _family("peers", "gauge", "Peers that train.", [("", len(view.active))]),
-                _family("slot_holders", "gauge", "Peers that hold a slot.", slots),
-                *_traffic(view, own_bytes),
-            )
-        )
+        families: list[Metric] = []
 
+        def add(name: str, help: str, values: float | Mapping[str, float | None] | None, label: str = "") -> None:
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            made = family(f"spes_{name}", help, labels=[label])
+            for key, value in (values if isinstance(values, Mapping) else {"": values}).items():
+                if value is not None:
+                    made.add_metric([key] if key else [], value)
+            if made.samples:
+                families.append(made)
 
-def _traffic(view: SwarmView, own_bytes: tuple[int, int] | None) -> list[str]:
-    """Return this peer's counters, or the sums over all peers, which fall when a peer starts again."""
-    kinds = ("sent", "received")
-    if own_bytes is not None:
-        return [
-            _family(f"{kind}_bytes_total", "counter", f"Bytes {kind}.", [("", number)])
-            for kind, number in zip(kinds, own_bytes, strict=True)
-        ]
-    newest = [peer.report for peer in view.peers.values() if peer.report is not None]
-    sums = (sum(report.bytes_out for report in newest), sum(report.bytes_in for report in newest))
-    help = "Bytes that all peers have {}, each since it started, as they report it."
-    return [
-        _family(f"peers_{kind}_bytes", "gauge", help.format(kind), [("", number)])
-        for kind, number in zip(kinds, sums, strict=True)
-    ]
+        newest, held_out = self._round, self._evaluation
+        add("round", "Newest round with an event.", newest.get("round", 0))
+        add("tokens_trained_total", "Tokens of all rounds that this page knows.", newest.get("total_tokens", 0))
+        add("loss", "Training loss of the round, nats per token.", newest.get("loss"))
+        add("tokens_per_second", "Of the round.", newest.get("tokens_per_second"))
+        add("round_seconds", "Median time of the round by phase.", newest.get("phases", {}), "phase")
+        add("agreement_ratio", "Share of equal digests.", newest.get("agreement"))
+        losses = {"": held_out.get("loss"), **held_out.get("sources", {})}
+        add("held_out_loss", "Newest held-out loss, nats per token.", losses, "source")
+        add("peers", "Peers that train.", len(view.active))
+        holders = {str(slot): holders for slot, holders in enumerate(view.coverage)}
+        add("slot_holders", "Peers that hold a slot.", holders, "slot")
+        reports = [peer.report for peer in view.peers.values() if peer.report is not None]
+        of_all = sum(report.bytes_out for report in reports), sum(report.bytes_in for report in reports)
+        for kind, own, total in zip(("sent", "received"), own_bytes or (None, None), of_all, strict=True):
+            if own is not None:
+                add(f"{kind}_bytes_total", f"Bytes {kind}.", own)
+            else:  # a sum over peers falls when one starts again: no counter
+                add(f"peers_{kind}_bytes", f"Bytes that all peers have {kind}, each since it started.", total)
 
-
-def _one(value: float | None) -> list[tuple[str, float]]:
-    return [] if value is None else [("", value)]
-
-
-def _family(name: str, kind: str, help: str, samples: Sequence[tuple[str, float]]) -> str:
-    """Return one metric's lines; a number has all its digits."""
-    lines = [f"# HELP spes_{name} {help}", f"# TYPE spes_{name} {kind}"]
-    lines += [f"spes_{name}{labels} {'NaN' if math.isnan(value) else repr(value)}" for labels, value in samples]
-    return "\n".join(lines) + "\n" if samples else ""
+        return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: families)))

@@ -13,7 +13,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic
 from spes_p2p.monitor.events import METRICS_FILE, read_events, replay
 from spes_p2p.monitor.page.server import static
-from spes_p2p.monitor.page.snapshot import PageState, Snapshots
+from spes_p2p.monitor.page.snapshot import MAX_EVENTS, PageState, in_words, sections_of
 
 REPORT_FILE = "report.html"
 Baselines = Mapping[str, Sequence[tuple[int, float]]]
@@ -38,14 +38,12 @@ def write_report(
     """
     metrics = directory / METRICS_FILE
     view, run = replay(metrics)
-    snapshots = Snapshots()
-    for event in read_events(metrics):
-        snapshots.take(event)
+    told = tuple((round(event["time"]), words) for event in read_events(metrics) if (words := in_words(event)))
     state = PageState(view, run, facts=facts or {}, baselines=baselines or {})
     path = directory / REPORT_FILE
     try:
         with write_atomic(path, durable=False) as file:
-            file.write(standalone(snapshots.of(state)))
+            file.write(standalone(sections_of(state, told[-MAX_EVENTS:])))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose a writable --output") from error
     return path

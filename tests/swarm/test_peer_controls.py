@@ -123,7 +123,7 @@ class Teller:
         self.wait_until("c", lambda: any(report.has_trained for report in reports(c)[seen:]))
         address = (self.folder / "c" / "page").read_text().strip()
         with urllib.request.urlopen(f"{address}state.json", timeout=30) as answer:
-            story.events = [words for _, words in json.load(answer)["events"].values()]
+            story.events = [words for _, words in json.load(answer)["events"]]
         story.counted = next(report.round for report in reports(c)[seen:] if report.has_trained)
 
     def is_handed_over(self) -> bool:

@@ -1,52 +1,42 @@
 """Serves the live page, in a thread with an event loop of its own: a slow browser holds up nothing else.
 
-The page answers GET alone, and a request changes nothing. A peer's page has verbs as well (`verbs`), behind a token; a
-monitor's has none.
+A browser asks for `/state.json` every other second, and gets 304 as long as nothing has changed. The page answers GET
+alone, and a request changes nothing. A peer's page has verbs as well (`verbs`), behind a token; a monitor's has none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
+import hashlib
 import ipaddress
 import json
-import logging
 import os
 import socket
 import threading
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.monitor.curves import PrometheusText
+from spes_p2p.monitor.curves import Prometheus
 from spes_p2p.monitor.events import Event
-from spes_p2p.monitor.page.snapshot import MAX_EVENTS, PageState, Sections, Snapshots, difference
+from spes_p2p.monitor.page.snapshot import MAX_EVENTS, PageState, Told, in_words, sections_of
 from spes_p2p.monitor.page.verbs import Verbs
-
-log = logging.getLogger(__name__)
 
 PAGE_FILE = "page"
 """In an output directory: the address of the page."""
 LOOPBACK_HOST = "127.0.0.1"
-MAX_VIEWERS = 200
-MAX_CONNECTIONS = 2 * MAX_VIEWERS
+MAX_CONNECTIONS = 400
 """Open at once: a peer's page must leave it the files and sockets that it trains with."""
-MAX_KEPT = 8
-"""Connections beyond those, for requests with the owner's token."""
-TOKEN_SECONDS = 5.0
-"""Time for such a connection to bring one."""
-MAX_WAITING = 4
-"""Messages kept for a viewer that reads slowly; then it is sent the whole state anew."""
-ALIVE_SECONDS = 15.0
-WRITE_SECONDS = 20.0
+BACKLOG = 200
 START_SECONDS = 10.0
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -59,17 +49,10 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
+    "Server": "spes",
 }
-FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/controls.js": ("controls.js", "text/javascript; charset=utf-8"),
-    "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
-    "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
-}
-"""The page's files by path. No path reaches the file system."""
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+FILES = ("index.html", "page.css", "page.js", "charts.js", "controls.js", "uPlot.min.css", "uPlot.iife.min.js")
 
 
 def static(name: str) -> bytes:
@@ -86,11 +69,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """Return the place that `HOST:PORT`, `HOST` or `:PORT` names.
-
-        Raises:
-            ConfigError: it names none.
-        """
+        """Return the place that `HOST:PORT`, `HOST` or `:PORT` names; ConfigError if it names none."""
         try:
             parts = urlsplit(f"//{text}")
             host, port = parts.hostname or LOOPBACK_HOST, parts.port or 0
@@ -129,6 +108,50 @@ def _is_ip(name: str) -> bool:
     return True
 
 
+class Document:
+    """What a path of the page answers with."""
+
+    def __init__(self, body: bytes, kind: str, tag: str | None = None) -> None:
+        self.body = body
+        self.kind = kind
+        self.tag = tag
+
+    @cached_property
+    def zipped(self) -> bytes:
+        return gzip.compress(self.body, 6, mtime=0)
+
+
+class _Server(web.Server):
+    """Has at most `MAX_CONNECTIONS`: one more closes that whose newest request is the oldest, or that has brought none.
+
+    So neither silent connections nor a flood of them keep the others out.
+    """
+
+    def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        super().__init__(answer, access_log=None)
+        self._quiet: dict[web.RequestHandler, None] = {}
+        """Connections, that which has been quiet longest first."""
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._quiet[handler] = None
+        if len(self._quiet) > MAX_CONNECTIONS:  # guard: page-connections
+            longest = next(iter(self._quiet))
+            del self._quiet[longest]
+            longest.force_close()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._quiet.pop(handler, None)
+
+    def asked(self, handler: web.RequestHandler, *, by_owner: bool) -> None:
+        """Take note of a request; the owner's connections are closed for no other's."""
+        self._quiet.pop(handler, None)
+        if by_owner:  # guard: page-places
+            return
+        self._quiet[handler] = None
+
+
 class Page:
     """The live page of one process.
 
@@ -153,20 +176,13 @@ class Page:
         place = Place.parse(where)
         self._socket = _listen(place, output / PAGE_FILE)
         self._place = Place(place.host, self._socket.getsockname()[1])
-        self._state = state
         self._verbs = verbs
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._snapshots = Snapshots()
-        self._prometheus = PrometheusText()
-        self._shown: Sections = {}
-        self._whole: bytes | None = None
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
-        self._asked: set[web.RequestHandler] = set()
-        """Connections that have brought a request."""
-        self._untold: list[web.RequestHandler] = []
-        """Connections in the kept places that have not brought the token, oldest first."""
-        self._files = {path: (static(name), kind) for path, (name, kind) in FILES.items()}
-        self._zipped = {path: gzip.compress(data, 6, mtime=0) for path, (data, _) in self._files.items()}
+        self._told: Told = ()
+        self._prometheus = Prometheus()
+        self._newest: tuple[PageState, Told, Document] | None = None
+        self._files = {f"/{name}": Document(static(name), TYPES[name.rpartition(".")[2]]) for name in FILES}
+        self._files["/"] = self._files.pop("/index.html")
+        self.show(state)
         self._loop = asyncio.SelectorEventLoop()
         self._ready = threading.Event()
         self._stop = asyncio.Event()
@@ -190,17 +206,16 @@ class Page:
 
     def show(self, state: PageState) -> None:
         """Show a state; from any thread."""
-        self._state = state
-        if self._viewers and not self._is_closed:
-            self._loop.call_soon_threadsafe(self._publish)
+        self._state, self._shown_at = state, time.monotonic()
 
     def take(self, event: Event) -> None:
         """Take an event, to be told with the next state; from any thread."""
         self._prometheus.take(event)
-        self._events.append(event)
+        if words := in_words(event):
+            self._told = (*self._told, (round(event["time"]), words))[-MAX_EVENTS:]
 
     def close(self) -> None:
-        """Say goodbye to all viewers and free the port. Idempotent."""
+        """End all connections and free the port. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -216,62 +231,23 @@ class Page:
             self._loop.close()
 
     async def _serve(self) -> None:
-        app = web.Application(middlewares=[self._check], client_max_size=1)
-        app.on_response_prepare.append(_add_headers)
-        for path in FILES:
-            app.router.add_get(path, self._file)
-        app.router.add_get("/events", self._stream, allow_head=False)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/state.json", self._json)
-        if self._verbs is not None:
-            self._verbs.add_to(app)
-        runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=1.0)
+        self._server = _Server(self._answer)
+        runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
         await runner.setup()
-        web_server = runner.server
-        assert web_server is not None
-        listening = await self._loop.create_server(lambda: _Door(web_server, self._keep_place), sock=self._socket)
+        await web.SockSite(runner, self._socket, backlog=BACKLOG).start()
         self._ready.set()
-        silent: set[web.RequestHandler] = set()
-        while not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), ALIVE_SECONDS)
-            is_open = set(web_server.connections)
-            for connection in is_open & silent - self._asked:  # guard: page-silence
-                connection.force_close()
-            silent, self._asked = is_open - self._asked, self._asked & is_open
-            for viewer in self._viewers:
-                if viewer.empty() and not self._stop.is_set():
-                    _hand(viewer, b": alive\n\n")  # a write finds out which viewers have gone
-        for viewer in self._viewers:
-            _hand(viewer, None)
-        listening.close()
+        await self._stop.wait()
         await runner.cleanup()
 
-    def _keep_place(self, connection: web.RequestHandler) -> bool:
-        """Let a connection beyond the most wait for its token, in place of the one that has waited longest."""
-        if self._verbs is None:
-            return False
-        if len(self._untold) >= MAX_KEPT:
-            self._turn_out(self._untold[0])
-        self._untold.append(connection)
-        self._loop.call_later(TOKEN_SECONDS, self._turn_out, connection)
-        return True
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        is_owners = self._verbs is not None and self._verbs.is_owners(request)
+        self._server.asked(request.protocol, by_owner=is_owners)
+        response = self._refusal(request) or await self._answer_own(request)
+        response.headers.update(HEADERS)
+        return response
 
-    def _turn_out(self, connection: web.RequestHandler) -> None:
-        if connection in self._untold:
-            self._untold.remove(connection)
-            connection.force_close()
-
-    @web.middleware
-    async def _check(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    def _refusal(self, request: web.BaseRequest) -> web.Response | None:
         """Refuse what no page of ours asks."""
-        self._asked.add(request.protocol)
-        if request.protocol in self._untold and self._verbs is not None:
-            if not self._verbs.is_owners(request):  # guard: page-places
-                return web.Response(status=503, text="too many connections\n", headers={"Connection": "close"})
-            self._untold.remove(request.protocol)
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if not self._place.accepts(host):  # guard: page-host
             return web.Response(status=421, text="this page has another name\n")
@@ -281,102 +257,47 @@ class Page:
             return web.Response(status=403, text="another site's page may not ask\n")
         if request.body_exists and not (self._verbs and self._verbs.takes(request)):  # guard: page-body
             return web.Response(status=413, text="no request here has a body\n", headers={"Connection": "close"})
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return web.Response(status=error.status, text=f"{error.reason}\n")
+        return None
 
-    async def _file(self, request: web.Request) -> web.Response:
-        data, kind = self._files[request.path]
-        headers = {"Content-Type": kind, "Vary": "Accept-Encoding"}
-        if "gzip" in request.headers.get("Accept-Encoding", ""):
-            return web.Response(body=self._zipped[request.path], headers={**headers, "Content-Encoding": "gzip"})
-        return web.Response(body=data, headers=headers)
+    async def _answer_own(self, request: web.BaseRequest) -> web.Response:
+        if self._verbs is not None and (verb := self._verbs.named(request.path)):
+            return await self._verbs.answer(request, verb)
+        if request.path not in (*self._files, "/state.json", "/metrics"):
+            return web.Response(status=404, text="Not Found\n")
+        if request.method not in ("GET", "HEAD"):
+            return web.Response(status=405, text="Method Not Allowed\n", headers={"Allow": "GET, HEAD"})
+        if request.path == "/metrics":
+            own = self._state.own
+            own_bytes = (own.sent_bytes, own.received_bytes) if own is not None else None
+            text = self._prometheus.render(self._state.view, own_bytes)
+            return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        document = self._files.get(request.path) or self._state_document()
+        headers = {"Vary": "Accept-Encoding"}
+        if document.tag is not None:
+            headers |= {"ETag": document.tag, "Age": str(int(time.monotonic() - self._shown_at))}
+            if request.headers.get("If-None-Match") == document.tag:
+                return web.Response(status=304, headers=headers)
+        headers["Content-Type"] = f"{document.kind}; charset=utf-8"
+        if "gzip" not in request.headers.get("Accept-Encoding", ""):
+            return web.Response(body=document.body, headers=headers)
+        return web.Response(body=document.zipped, headers=headers | {"Content-Encoding": "gzip"})
 
-    async def _json(self, request: web.Request) -> web.Response:
-        return web.Response(body=_encoded(self._newest()), content_type="application/json")
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        state = self._state
-        own_bytes = (state.own.sent_bytes, state.own.received_bytes) if state.own is not None else None
-        text = self._prometheus.render(state.view, own_bytes)
-        kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=text.encode(), headers=kind)
-
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Send the whole state, then what changes, as server-sent events."""
-        if len(self._viewers) >= MAX_VIEWERS:  # guard: page-viewers
-            return web.Response(status=503, text="too many viewers; try again later\n", headers={"Retry-After": "30"})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        viewer: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_WAITING)
-        self._publish()
-        _hand(viewer, self._whole_message())
-        self._viewers.add(viewer)
-        try:
-            while (message := await viewer.get()) is not None:
-                async with asyncio.timeout(WRITE_SECONDS):
-                    await response.write(message)
-        except (ConnectionError, TimeoutError):
-            log.debug("a viewer has gone")
-        finally:
-            self._viewers.discard(viewer)
-        return response
-
-    def _newest(self) -> Sections:
-        """Return the newest state's sections."""
-        while self._events:
-            self._snapshots.take(self._events.popleft())
-        state = self._state
-        if not self.is_loopback:  # guard: link-at-home
-            state = replace(state, link="")  # it has addresses
-        return self._snapshots.of(state)
-
-    def _publish(self) -> None:
-        """Send what has changed since the last call to all viewers."""
-        newest = self._newest()
-        changes = difference(self._shown, newest)
-        if not changes:
-            return
-        self._shown = newest
-        self._whole = None
-        message = _message("change", changes)
-        for viewer in self._viewers:
-            if viewer.full():
-                while not viewer.empty():
-                    viewer.get_nowait()
-                _hand(viewer, self._whole_message())
-            else:
-                _hand(viewer, message)
-
-    def _whole_message(self) -> bytes:
-        if self._whole is None:
-            self._whole = _message("whole", self._shown)
-        return self._whole
-
-
-class _Door(asyncio.Protocol):
-    """Hands a new connection to the server, or closes it where there are too many and no place is kept for it."""
-
-    def __init__(self, web_server: web.Server, keep_place: Callable[[web.RequestHandler], bool]) -> None:
-        self._web_server = web_server
-        self._keep_place = keep_place
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        handler, is_full = self._web_server(), len(self._web_server.connections) >= MAX_CONNECTIONS
-        if is_full and not self._keep_place(handler):  # guard: page-connections
-            transport.close()
-            return
-        cast(asyncio.Transport, transport).set_protocol(handler)
-        handler.connection_made(transport)
+    def _state_document(self) -> Document:
+        """Return the newest state; its tag says nothing of when it was made."""
+        state, told = self._state, self._told
+        if self._newest is None or self._newest[0] is not state or self._newest[1] is not told:
+            shown = state
+            if not self.is_loopback:  # guard: link-at-home
+                shown = replace(state, link="")  # it has addresses
+            sections = sections_of(shown, told)
+            timeless = sections | {"now": sections["now"] | {"at": 0}}
+            tag = f'"{hashlib.sha256(_encoded(timeless)).hexdigest()[:32]}"'
+            self._newest = state, told, Document(_encoded(sections), "application/json", tag)
+        return self._newest[2]
 
 
 def check_place(where: str) -> None:
-    """Refuse a `--page` on which no page can listen, before anything else is begun.
-
-    Raises:
-        ConfigError: it is no place, or another program has its port.
-    """
+    """Raise ConfigError for a `--page` on which no page can listen, before anything else is begun."""
     if where != "off" and (place := Place.parse(where)).port:
         _listen(place, Path(os.devnull)).close()
 
@@ -391,7 +312,7 @@ def _listen(place: Place, kept: Path) -> socket.socket:
         try:
             family, _, _, _, address = socket.getaddrinfo(place.host, port, type=socket.SOCK_STREAM)[0]
             takes_both = place.host == "::" and socket.has_dualstack_ipv6()
-            return socket.create_server(address[:2], family=family, backlog=MAX_VIEWERS, dualstack_ipv6=takes_both)
+            return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=takes_both)
         except UnicodeError as error:
             raise ConfigError(f"{place.host!r} is no name of a host; choose another --page") from error
         except OSError as error:
@@ -402,27 +323,12 @@ def _listen(place: Place, kept: Path) -> socket.socket:
     ) from failure
 
 
-def _is_own_site(request: web.Request) -> bool:
+def _is_own_site(request: web.BaseRequest) -> bool:
     """Tell whether a request comes from the page itself, from no page at all, or is a click on a link to the page."""
     site, mode = request.headers.get("Sec-Fetch-Site", "none"), request.headers.get("Sec-Fetch-Mode")
     is_link = mode == "navigate" and request.headers.get("Sec-Fetch-Dest") == "document" and request.path == "/"
     return site in ("same-origin", "none") or is_link
 
 
-async def _add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    response.headers.update(HEADERS)
-    response.headers.popall("Server", None)
-
-
-def _hand(viewer: asyncio.Queue[bytes | None], message: bytes | None) -> None:
-    if viewer.full():
-        viewer.get_nowait()
-    viewer.put_nowait(message)
-
-
-def _encoded(sections: Mapping[str, Any]) -> bytes:
+def _encoded(sections: Any) -> bytes:
     return json.dumps(sections, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _message(kind: str, sections: Mapping[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + _encoded(sections) + b"\n\n"

@@ -1,4 +1,4 @@
-"""What the page shows, as sections of small values by key, so that a browser is sent only the keys that changed.
+"""What the page shows, as sections of small values.
 
 Keys and values come from records that peers sign but may fill with lies. They are numbers, ids and the words below; the
 page's script shows each as text.
@@ -7,7 +7,7 @@ page's script shows each as text.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,158 +24,104 @@ MAX_ROUNDS = 300
 MAX_PEERS = 128
 MAX_EVENTS = 60
 MAX_SAMPLES = 24
-Sections = dict[str, dict[str, Any]]
-COLUMNS = (
-    "tokens",
-    "loss",
-    "speed",
-    "training_speed",
-    *PHASES,
-    "peers",
-    "my_tokens",
-    "my_loss",
-    "my_sent",
-    "my_received",
-)
-"""Values of a round, in this order. `tokens` counts from the run's start, `my_sent` and `my_received` are bytes of the
-round."""
+Sections = dict[str, Any]
+Told = tuple[tuple[int, str], ...]
+"""Events in words with their times, the oldest first."""
+COLUMNS = ["tokens", "loss", "speed", "training_speed", *PHASES, "peers"]
+OWN_COLUMNS = ["my_tokens", "my_loss", "my_sent", "my_received"]
+"""Values of a round. `tokens` counts from the run's start, `my_sent` and `my_received` are bytes of the round."""
 
 
 class OwnRound(NamedTuple):
-    """What this machine has done in one round.
-
-    Attributes:
-        tokens: That it trained and that the round committed.
-        loss: Its training loss, nats per token; None without tokens.
-        sent: Bytes since its report before.
-        received: Bytes since its report before.
-    """
+    """What this machine has done in one round."""
 
     tokens: int
+    """That it trained and that the round committed."""
     loss: float | None
+    """Its training loss, nats per token; None without tokens."""
     sent: int
+    """Bytes since its report before, as `received`."""
     received: int
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a peer's page knows about its own machine.
-
-    Attributes:
-        peer_id: This peer.
-        stage: Where it is in its life; "" where the swarm's state is its own.
-        why: What holds it there.
-        committed: Newest round with a certificate that it knows.
-        uptime_seconds: Since the page was started.
-        memory_bytes: Memory of this process and its children, pages that they share counted once.
-        sent_bytes: Since the peer's start.
-        received_bytes: Since the peer's start.
-        reachability: In words.
-        ways: How it reaches other peers now, in words, by their ids.
-        votes: The invite by which each voter votes, by peer id; empty for the founder.
-        rounds: Its rounds since the page was started, by number.
-    """
+    """What a peer's page knows about its own machine."""
 
     peer_id: str
     stage: str = ""
+    """Where it is in its life; "" if the swarm's state is its own."""
     why: str = ""
+    """What holds it there."""
     committed: int = 0
+    """Newest round with a certificate that it knows."""
     uptime_seconds: float = 0.0
+    """Since the page was started."""
     memory_bytes: int = 0
+    """Of this process and its children; pages that they share count once."""
     sent_bytes: int = 0
+    """Since the peer's start, as `received_bytes`."""
     received_bytes: int = 0
     reachability: str = ""
     ways: Mapping[str, str] = field(default_factory=dict)
+    """How it reaches other peers now, in words, by their ids."""
     votes: Mapping[str, str] = field(default_factory=dict)
+    """The invite by which each voter votes, by peer id; empty for the founder."""
     rounds: Mapping[int, OwnRound] = field(default_factory=dict)
+    """Its rounds since the page was started."""
 
 
 @dataclass(frozen=True)
 class PageState:
-    """Everything that the page may show at one moment; immutable, so another thread can read it.
-
-    Attributes:
-        view: The swarm.
-        run: Fields of the `run` event.
-        own: This machine; None on a monitor.
-        stage: State that is not in the view: a monitor joins; "" otherwise.
-        facts: More lines about the run, by name.
-        baselines: Held-out loss over tokens of other ways to train the same model, by name.
-        control: What this machine's owner has asked, and what it amounts to; empty where nothing can be asked.
-        link: By which others join, and the flags that they need; "" where the page does not show it.
-    """
+    """Everything that the page may show at one moment; immutable, so another thread can read it."""
 
     view: SwarmView
     run: Mapping[str, Any]
+    """Fields of the `run` event."""
     own: Own | None = None
+    """This machine; None on a monitor."""
     stage: str = ""
+    """State that is not in the view: a monitor joins; "" otherwise."""
     facts: Mapping[str, object] = field(default_factory=dict)
+    """More lines about the run, by name."""
     baselines: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    """Held-out loss over tokens of other ways to train the same model, by name."""
     control: Mapping[str, Any] = field(default_factory=dict)
+    """What this machine's owner has asked, and what it amounts to; empty if nothing can be asked."""
     link: str = ""
+    """By which others join, and the flags that they need; "" if the page does not show it."""
 
 
-class Snapshots:
-    """Makes the page's sections from one state after another; what it made of a finished round it keeps."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, tuple[tuple[object, ...], list[Any]]] = {}
-        self._words: deque[tuple[str, list[Any]]] = deque(maxlen=MAX_EVENTS)
-        self._num_words = 0
-
-    def take(self, event: Event) -> None:
-        """Take an event, to be told in words; call it before `of` shows the view that the event belongs to."""
-        if words := in_words(event):
-            self._words.append((str(self._num_words), [round(event["time"]), words]))
-            self._num_words += 1
-
-    def of(self, state: PageState) -> Sections:
-        """Return the page's sections."""
-        view, own = state.view, state.own
-        shown = _shown_peers(view, own)
-        keys = {peer.peer_id: _key(peer.peer_id) for peer in shown}
-        return {
-            "run": _run(state),
-            "now": _now(state),
-            "figures": _figures(view, own),
-            # Median seconds, by which the page guesses the time left.
-            "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
-            "rounds": self._rounds(view, own),
-            "held_out": {
-                str(number): [view.tokens_until(number), _digits(view.held_out[number], 5)]
-                for number in thinned(list(view.held_out), MAX_ROUNDS)
-            },
-            "coverage": {str(slot): holders for slot, holders in enumerate(view.coverage)},
-            "peers": {keys[peer.peer_id]: _peer(peer, view, own) for peer in shown},
-            "matrix": {keys[peer.peer_id]: _cells(peer) for peer in shown if peer.state == "active" and peer.slots},
-            "events": dict(self._words),
-            "samples": _samples(view),
-            "baselines": {
-                printable(name, MAX_QUOTE_CHARS): [[tokens, _digits(loss, 5)] for tokens, loss in curve]
-                for name, curve in state.baselines.items()
-            },
-            "control": dict(state.control),
-        }
-
-    def _rounds(self, view: SwarmView, own: Own | None) -> dict[str, list[Any]]:
-        numbers = thinned(view.whole, MAX_ROUNDS)
-        for number in numbers:
-            made_of = view.rounds[number], view.totals[number], own.rounds.get(number) if own else None
-            if number not in self._rows or self._rows[number][0] != made_of:
-                self._rows[number] = made_of, _row(*made_of)
-        return {str(number): self._rows[number][1] for number in numbers}
-
-
-def difference(before: Sections, after: Sections) -> Sections:
-    """Return the keys of each section that are new or have another value, and None for those that have gone."""
-    changes: Sections = {}
-    for name, section in after.items():
-        old = before.get(name, {})
-        changed = {key: value for key, value in section.items() if key not in old or old[key] != value}
-        changed |= dict.fromkeys(old.keys() - section.keys())
-        if changed:
-            changes[name] = changed
-    return changes
+def sections_of(state: PageState, told: Told = ()) -> Sections:
+    """Return the page's sections."""
+    view, own = state.view, state.own
+    shown = _shown_peers(view, own)
+    rounds = thinned(view.whole, MAX_ROUNDS)
+    return {
+        "run": _run(state),
+        "now": _now(state),
+        "figures": _figures(view, own),
+        # Median seconds, by which the page guesses the time left.
+        "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
+        "rounds": {
+            str(number): _row(view.rounds[number], view.totals[number], own.rounds.get(number) if own else None)
+            for number in rounds
+        },
+        "held_out": {
+            str(number): [view.tokens_until(number), _digits(view.held_out[number], 5)]
+            for number in thinned(list(view.held_out), MAX_ROUNDS)
+        },
+        "coverage": view.coverage,
+        "peers": {_key(peer.peer_id): _peer(peer, view, own) for peer in shown},
+        "matrix": {_key(peer.peer_id): _cells(peer) for peer in shown if peer.state == "active" and peer.slots},
+        "events": told,
+        "samples": _samples(view),
+        "baselines": {
+            printable(name, MAX_QUOTE_CHARS): [[tokens, _digits(loss, 5)] for tokens, loss in curve]
+            for name, curve in state.baselines.items()
+        },
+        "control": dict(state.control),
+    }
 
 
 def thinned(numbers: Sequence[int], most: int) -> list[int]:
@@ -215,7 +161,7 @@ def _run(state: PageState) -> dict[str, Any]:
         "slots": view.num_slots,
         "me": _key(state.own.peer_id) if state.own else None,
         "facts": {printable(name, MAX_QUOTE_CHARS): printable(fact) for name, fact in state.facts.items() if fact},
-        "columns": list(COLUMNS),
+        "columns": [*COLUMNS, *OWN_COLUMNS],
         **({"link": state.link, "code": list(qr_rows(state.link.split()[0]))} if state.link else {}),
     }
 

@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,9 +27,11 @@ TOKEN_FILE = "control-token"
 TOKEN_HEADER = "X-Spes-Token"
 TOKEN_BYTES = 32
 PATH = "/control/"
+_VERB = re.compile(PATH + "([a-z]+)")
 MAX_BODY_BYTES = 4096
 BODY_SECONDS = 5.0
 CLOSE = {"Connection": "close"}
+NO_VALUES = 'the values are no JSON object; send one, as in {"for": "2h"}'
 
 
 class Verbs:
@@ -47,20 +50,24 @@ class Verbs:
         self._act = act
         self.token = _new_token(output / TOKEN_FILE)
 
-    def add_to(self, app: web.Application) -> None:
-        """Give a page's server the verbs' path."""
-        app.router.add_post(PATH + "{verb:[a-z]+}", self._answer)
+    def named(self, path: str) -> str | None:
+        """Return the verb that a path names; None if it names none."""
+        form = _VERB.fullmatch(path)
+        return form[1] if form else None
 
-    def is_owners(self, request: web.Request) -> bool:
+    def is_owners(self, request: web.BaseRequest) -> bool:
         """Check whether a request carries the token."""
         given = request.headers.get(TOKEN_HEADER, "")
         return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
 
-    def takes(self, request: web.Request) -> bool:
-        """Tell whether a request may have a body: it is a verb's."""
+    def takes(self, request: web.BaseRequest) -> bool:
+        """Check whether a request may have a body: it is a verb's."""
         return request.method == "POST" and request.path.startswith(PATH)
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.BaseRequest, verb: str) -> web.Response:
+        """Do a verb, and return the peer's state."""
+        if request.method != "POST":
+            return _refusal(405, "verbs are posted")
         if not _is_near(request):  # guard: verb-remote
             return _refusal(403, "verbs are for this machine alone")
         if not self.is_owners(request):  # guard: verb-token
@@ -73,7 +80,7 @@ class Verbs:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 values = _values(await request.content.readexactly(length) if length else b"")
-            state = await asyncio.to_thread(self._act, request.match_info["verb"], values)
+            state = await asyncio.to_thread(self._act, verb, values)
         except (TimeoutError, asyncio.IncompleteReadError):
             return _refusal(408, "the values did not come")
         except ConfigError as error:
@@ -82,26 +89,22 @@ class Verbs:
 
 
 def _values(body: bytes) -> Mapping[str, Any]:
-    """Return a verb's values; none of an empty body.
-
-    Raises:
-        ConfigError: the body is no JSON object.
-    """
+    """Return a verb's values, none of an empty body; ConfigError if it is no JSON object."""
     try:
         values = json.loads(body) if body else {}
+        if isinstance(values, dict):
+            return values
     except (ValueError, RecursionError) as error:
-        raise ConfigError('the values are no JSON; send an object, as in {"for": "2h"}') from error
-    if not isinstance(values, dict):
-        raise ConfigError('the values are no object; send one, as in {"for": "2h"}')
-    return values
+        raise ConfigError(f"{NO_VALUES}: {error}") from error
+    raise ConfigError(NO_VALUES)
 
 
 def _refusal(status: int, reason: str) -> web.Response:
     return web.Response(status=status, text=f"{printable(reason)}\n", headers=CLOSE)
 
 
-def _is_near(request: web.Request) -> bool:
-    """Tell whether a request comes from this machine: over loopback, or from the very address that it was sent to."""
+def _is_near(request: web.BaseRequest) -> bool:
+    """Check whether a request comes from this machine: over loopback, or from the very address that it was sent to."""
     try:
         remote = ipaddress.ip_address(request.remote or "")
         here = ipaddress.ip_address(request.get_extra_info("sockname")[0])

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page import views
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page import snapshot as page
-from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, Sections, Snapshots, difference, in_words, thinned
+from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, Sections, in_words, sections_of, thinned
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from tests.unit.monitor.swarms import body, claim, empty_view, peer_id, report, small_history, snapshot
 
@@ -31,53 +30,16 @@ VENDORED = {
 
 
 def sections(view: SwarmView, own: Own | None = None, **more) -> Sections:
-    return Snapshots().of(PageState(view, {"run_id": "run"}, own, **more))
+    return sections_of(PageState(view, {"run_id": "run"}, own, **more))
 
 
 def key(index: int) -> str:
     return peer_id(index)[-10:]
 
 
-def patched(shown: Sections, changes: Sections) -> Sections:
-    """Apply a change as the page's script does."""
-    result = {name: dict(section) for name, section in shown.items()}
-    for name, section in changes.items():
-        result.setdefault(name, {})
-        for at, value in section.items():
-            if value is None and name not in ("figures", "run"):
-                del result[name][at]
-            else:
-                result[name][at] = value
-    return result
-
-
 @pytest.mark.parametrize("path", VENDORED, ids=lambda path: path.name)
 def test_vendored_files_are_those_that_their_authors_published(path: Path) -> None:
     assert hashlib.sha256(path.read_bytes()).hexdigest() == VENDORED[path]
-
-
-def test_changes_bring_every_viewer_to_the_newest_state() -> None:
-    snapshots, log = Snapshots(), EventLog(empty_view())
-    shown: Sections = {}
-    for view in views(6, 24, 12, total=12):
-        for event in log.of(view):
-            snapshots.take(event)
-        newest = json.loads(json.dumps(snapshots.of(PageState(view, {"run_id": "run"})), allow_nan=False))
-        shown = patched(shown, json.loads(json.dumps(difference(shown, newest))))
-        assert {name: section for name, section in newest.items() if section} == shown
-    assert shown["now"]["state"] == "finished"
-
-
-def test_a_tick_of_a_large_swarm_holds_only_the_cells_that_changed() -> None:
-    *_, state = views(64, 128, 8, total=100)
-    before = sections(state)
-    peers = dict(state.peers)
-    moved = sorted(peers)[5]
-    peers[moved] = replace(peers[moved], slots=(*peers[moved].slots[:-1], 127))
-    changes = difference(before, sections(replace(state, now=state.now + 1.0, peers=peers)))
-    assert set(changes["matrix"]) == {moved[-10:]} and len(changes["coverage"]) <= 2
-    assert len(json.dumps(changes)) < 1500
-    assert len(json.dumps(before["matrix"])) < 64 * 60
 
 
 def test_a_long_run_keeps_at_most_300_points_and_the_newest() -> None:
@@ -138,7 +100,7 @@ def test_a_page_that_came_late_says_from_which_round_it_counts_and_a_large_one_t
     assert sections(view)["figures"]["since"] == 9 and sections(small_history()[-1])["figures"]["since"] == 1
     crowd = fold(empty_view(), snapshot(1.0, [claim(index, [0]) for index in range(page.MAX_PEERS + 2)]))
     shown = sections(crowd)
-    assert shown["figures"]["known"] == shown["coverage"]["0"] == len(shown["peers"]) + 2 == page.MAX_PEERS + 2
+    assert shown["figures"]["known"] == shown["coverage"][0] == len(shown["peers"]) + 2 == page.MAX_PEERS + 2
 
 
 def test_cells_tell_trained_slots_from_new_claims() -> None:
@@ -170,11 +132,11 @@ def test_a_waiting_peer_shows_the_committed_round_and_no_slot_as_its_own_that_no
     view = fold(view, snapshot(1.0, [claim(0, [0, 1, 5], state="joining")]))
     shown = sections(view, Own(peer_id(0), stage="joining", committed=committed))
     assert shown["now"]["round"] == max(1, committed), "no round is trained"
-    assert set(shown["coverage"].values()) == {0} and shown["matrix"] == {}
+    assert set(shown["coverage"]) == {0} and shown["matrix"] == {}
     begun = fold(view, snapshot(2.0, [claim(0, [0, 1, 5])], rounds={0: committed + 1}))
     shown = sections(begun, Own(peer_id(0), committed=committed))
     assert shown["now"]["round"] == min(committed + 1, 50)
-    assert {int(slot) for slot, holders in shown["coverage"].items() if holders} == {0, 1, 5}
+    assert {slot for slot, holders in enumerate(shown["coverage"]) if holders} == {0, 1, 5}
     assert shown["matrix"] == {key(0): "|0-1,5"}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import gzip
 import http.client
 import json
 import multiprocessing
@@ -11,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,11 @@ from pydantic import ValidationError
 
 from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.errors import ConfigError
-from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page import server
 from spes_p2p.monitor.page.server import Page, Place
 from spes_p2p.monitor.page.snapshot import Own, PageState
 from spes_p2p.monitor.view import SwarmView
-from tests.unit.monitor.swarms import empty_view, peer_id, small_history
+from tests.unit.monitor.swarms import peer_id, small_history
 
 RUN = {"run_id": "run"}
 
@@ -52,8 +53,7 @@ def ask(page: Page, text: str) -> tuple[int, dict[str, str], bytes]:
         wire.sendall(request.encode())
         answer = http.client.HTTPResponse(wire, method=text.split(" ")[0])
         answer.begin()
-        data = b"" if "event-stream" in answer.headers.get("Content-Type", "") else answer.read()
-        return answer.status, dict(answer.headers), data
+        return answer.status, dict(answer.headers), answer.read()
 
 
 def get(path: str, *headers: str, host: str = "HOST", method: str = "GET") -> str:
@@ -65,7 +65,6 @@ LINK = ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Des
 CASES = {
     "foreign host": (get("/", host="evil.example"), 421),
     "foreign host with the port": (get("/", host="evil.example:PORT"), 421),
-    "foreign host, stream": (get("/events", host="evil.example"), 421),
     "foreign host, metrics": (get("/metrics", host="evil.example"), 421),
     "host that begins like ours": (get("/", host="127.0.0.1:PORT.evil.example"), 421),
     "host with a user": (get("/", host="127.0.0.1@evil.example:PORT"), 421),
@@ -78,9 +77,8 @@ CASES = {
     "empty origin": (get("/state.json", "Origin:"), 403),
     "origin of another port": (get("/state.json", "Origin: http://127.0.0.1:1"), 403),
     "origin that begins like ours": (get("/", "Origin: http://HOST.evil.example"), 403),
-    "foreign origin, stream": (get("/events", "Origin: http://evil.example"), 403),
     "cross-site script": (get("/state.json", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors"), 403),
-    "same-site, another port": (get("/events", "Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: cors"), 403),
+    "same-site, another port": (get("/state.json", "Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: cors"), 403),
     "cross-site frame": (get("/", *LINK[:2], "Sec-Fetch-Dest: iframe"), 403),
     "link to the data": (get("/state.json", *LINK), 403),
     "preflight": (get("/", "Access-Control-Request-Method: POST", method="OPTIONS"), 405),
@@ -100,6 +98,7 @@ CASES = {
     "code": (get("/server.py"), 404),
     "two slashes": (get("//evil.example/"), 404),
     "unknown": (get("/pause"), 404),
+    "file by its name": (get("/index.html"), 404),
 }
 
 
@@ -131,7 +130,7 @@ def test_what_no_page_of_ours_asks_is_refused(page: Page, case: str) -> None:
 def test_what_the_page_asks_is_answered(page: Page, text: str, begins: bytes) -> None:
     status, headers, body = ask(page, text.replace("PORT", str(port_of(page))))
     assert status == 200 and body.startswith(begins)
-    assert "unsafe" not in headers["Content-Security-Policy"] and "Server" not in headers
+    assert "unsafe" not in headers["Content-Security-Policy"] and headers["Server"] == "spes"
 
 
 def test_a_public_page_takes_addresses_and_its_own_name_but_no_foreign_name() -> None:
@@ -203,121 +202,48 @@ def test_a_fork_does_not_keep_the_port(page: Page) -> None:
         child.join(20)
 
 
-async def read_event(reader: asyncio.StreamReader) -> tuple[str, dict]:
-    """Return the next server-sent event's name and data."""
-    async with asyncio.timeout(30):
-        text = ""
-        while "data: " not in text or not text.endswith("\n\n"):
-            line = (await reader.readline()).decode()
-            assert line, "the stream has ended"
-            text = line if line.startswith("event: ") else text + line
-    name, data = re.search(r"event: (\w+)\r?\ndata: (.*?)\r?\n", text, re.S).groups()  # type: ignore[union-attr]
-    return name, json.loads(data)
+def test_who_has_the_newest_state_is_not_sent_it_again(page: Page) -> None:
+    view = small_history(3)[-1]
+    status, headers, body = ask(page, get("/state.json", "Accept-Encoding: gzip"))
+    same = f"If-None-Match: {headers['ETag']}"
+    assert status == 200 and json.loads(gzip.decompress(body))["now"]["round"] == 4
+    assert int(headers["Age"]) < 10 and headers["Vary"] == "Accept-Encoding"
+    page.show(state(replace(view, now=view.now + 1.0)))
+    status, headers, body = ask(page, get("/state.json", same))
+    assert (status, body) == (304, b""), "the time is no news"
+    page.take({"kind": "control", "time": 5.0, "state": "paused", "reason": "as asked"})
+    status, headers, body = ask(page, get("/state.json", same))
+    assert status == 200 and json.loads(body)["events"][-1] == [5, "this peer: paused; as asked"]
+    assert json.loads(body)["now"]["at"] == view.now + 1.0
+    page.show(state(small_history(4)[-1]))
+    status, _, body = ask(page, get("/state.json", f"If-None-Match: {headers['ETag']}"))
+    assert status == 200 and list(json.loads(body)["rounds"]) == ["1", "2", "3", "4"]
 
 
-async def view_stream(port: int) -> asyncio.StreamReader:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
-    writer.write(f"GET /events HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
-    head = await reader.readuntil(b"\r\n\r\n")
-    assert b"200 OK" in head and b"text/event-stream" in head
-    reader.keep_open = writer  # type: ignore[attr-defined]
-    return reader
+def test_an_answer_says_how_old_the_state_is(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it a browser tells a monitor that hangs from one in whose run nothing happens."""
+    monkeypatch.setattr(page, "_shown_at", page._shown_at - 100.0)
+    _, headers, _ = ask(page, get("/state.json"))
+    assert 100 <= int(headers["Age"]) < 130
+    _, headers, _ = ask(page, get("/state.json", f"If-None-Match: {headers['ETag']}"))
+    assert 100 <= int(headers["Age"]) < 130
 
 
-def test_fifty_viewers_get_the_whole_once_and_then_what_changes(tmp_path: Path) -> None:
-    views = small_history(5)
-    page = Page("127.0.0.1", state(views[1]), tmp_path)
-    log = EventLog(empty_view())
-
-    async def follow() -> None:
-        viewers = [await view_stream(port_of(page)) for _ in range(50)]
-        for viewer in viewers:
-            name, whole = await read_event(viewer)
-            assert name == "whole" and set(whole["rounds"]) == {"1"}
-        for number in (2, 3):
-            for event in log.of(views[number]):
-                page.take(event)
-            page.show(state(views[number]))
-            for viewer in viewers:
-                name, changes = await read_event(viewer)
-                assert name == "change" and set(changes["rounds"]) == {str(number)} and "coverage" not in changes
-                assert any(f"round {number}:" in words for _, words in changes["events"].values())
-        page.close()
-        for viewer in viewers:
-            assert await viewer.read() == b"", "each viewer is told the end"
-
-    asyncio.run(follow())
-
-
-@pytest.mark.full  # half a minute of a browser's buffers
-def test_a_viewer_that_does_not_read_is_sent_the_whole_again_and_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_of_too_many_connections_that_which_has_been_quiet_longest_is_closed(
+    page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "WRITE_SECONDS", 300.0)
-    view = small_history(1)[-1]
-    page = Page("127.0.0.1", state(view), tmp_path)
-
-    async def follow() -> None:
-        fast = await view_stream(port_of(page))
-        assert (await read_event(fast))[0] == "whole"
-        for number in range(30):
-            filler = [(index, float(number)) for index in range(40_000)]
-            page.show(PageState(view, {**RUN, "run_id": f"run {number}"}, baselines={"filler": filler}))
-            # Only when the loop has taken one state may the next come: else they would be one change.
-            shown = number
-            while (told := await read_event(fast))[1]["run"]["id"] != f"run {shown}":
-                pass
-        assert told[0] in ("change", "whole")
-
-    with socket.create_connection(("127.0.0.1", port_of(page)), timeout=30) as slow:
-        slow.sendall(f"GET /events HTTP/1.0\r\nHost: 127.0.0.1:{port_of(page)}\r\n\r\n".encode())
-        asyncio.run(follow())
-        data = b""
-        while b'"run 29"' not in data:
-            data += (chunk := slow.recv(2**20))
-            assert chunk, "the stream has ended"
-    kinds = re.findall(rb"^event: (\w+)", data, re.M)
-    assert kinds[0] == b"whole" and kinds.count(b"whole") > 1 and len(kinds) < 30
-    page.close()
-
-
-def test_no_more_viewers_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_VIEWERS", 2)
-    page = Page("127.0.0.1", state(), tmp_path)
-
-    async def fill() -> list[asyncio.StreamReader]:
-        viewers = [await view_stream(port_of(page)) for _ in range(2)]
-        status, _, _ = await asyncio.to_thread(ask, page, get("/events"))
-        assert status == 503
-        return viewers
-
-    asyncio.run(fill())
-    page.close()
-
-
-def test_connections_beyond_the_most_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     place = ("127.0.0.1", port_of(page))
     with ExitStack() as opened:
-        for _ in range(2):
-            opened.enter_context(socket.create_connection(place))
-        one_more = opened.enter_context(socket.create_connection(place, timeout=server.ALIVE_SECONDS / 2))
-        assert one_more.recv(1) == b""
-
-
-def test_a_connection_that_brings_no_request_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "ALIVE_SECONDS", 2.0)
-    page = Page("127.0.0.1", state(), tmp_path)
-    place = ("127.0.0.1", port_of(page))
-    browser = http.client.HTTPConnection(*place, timeout=20)
-    browser.request("GET", "/")
-    browser.getresponse().read()
-    with socket.create_connection(place, timeout=20) as silent:
-        assert silent.recv(1) == b""
-    browser.request("GET", "/")
-    assert browser.getresponse().status == 200, "one that has brought a request may be idle"
-    browser.close()
-    page.close()
+        browser = opened.enter_context(contextlib.closing(http.client.HTTPConnection(*place, timeout=20)))
+        for _ in range(5):
+            browser.request("GET", "/page.css")
+            assert browser.getresponse().read()
+            silent = opened.enter_context(socket.create_connection(place, timeout=20))
+            browser.request("GET", "/page.css")
+            assert browser.getresponse().read(), "the same connection: it was not the one that said nothing"
+            opened.enter_context(socket.create_connection(place, timeout=20))
+            assert silent.recv(1) == b""
 
 
 def test_showing_a_state_costs_the_caller_nothing_while_nobody_looks(page: Page) -> None:
@@ -331,7 +257,7 @@ def test_prometheus_reads_this_machines_traffic_on_a_peers_page(tmp_path: Path) 
     page = Page("127.0.0.1", state(own=Own(peer_id(0), sent_bytes=77, received_bytes=88)), tmp_path)
     _, headers, body = ask(page, get("/metrics"))
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert b"spes_sent_bytes_total 77\n" in body and b"spes_received_bytes_total 88\n" in body
+    assert b"spes_sent_bytes_total 77.0\n" in body and b"spes_received_bytes_total 88.0\n" in body
     page.close()
 
 
@@ -339,5 +265,5 @@ def test_prometheus_reads_this_machines_traffic_on_a_peers_page(tmp_path: Path) 
 def test_the_link_stands_on_pages_that_no_other_machine_can_read(where: str, is_shown: bool, tmp_path: Path) -> None:
     link = "spes:run.eNqVzMEOgiAY"
     page = Page(where, PageState(small_history(3)[-1], RUN, link=link), tmp_path)
-    assert (link in json.dumps(page._newest())) == is_shown
+    assert (link in page._state_document().body.decode()) == is_shown
     page.close()

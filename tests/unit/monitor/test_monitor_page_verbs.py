@@ -7,7 +7,8 @@ import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.page import server, verbs
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own
-from spes_p2p.monitor.page.verbs import MAX_BODY_BYTES, TOKEN_FILE, Verbs
+from spes_p2p.monitor.page.verbs import MAX_BODY_BYTES, TOKEN_FILE, TOKEN_HEADER, Verbs
 from spes_p2p.peer.controls import Controls
 from tests.unit.monitor.swarms import peer_id
 from tests.unit.monitor.test_monitor_page_server import ask, get, port_of, state
@@ -311,16 +312,19 @@ def test_a_flood_without_the_token_leaves_places_for_requests_with_it(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(server, "TOKEN_SECONDS", 60.0)
     place, flood = ("127.0.0.1", port_of(peer.page)), post("/control/pause", "Content-Length: 4000", token=None)
-    with ExitStack() as opened:
+    owner = HTTPConnection(*place, timeout=20)
+
+    def pause() -> int:
+        owner.request("POST", "/control/pause", BODY, {TOKEN_HEADER: peer.verbs.token})
+        with owner.getresponse() as answer:
+            return answer.status if answer.read() else 0
+
+    with ExitStack() as opened, closing(owner):
         for _ in range(2):
-            held = opened.enter_context(socket.create_connection(place, timeout=20))
-            held.sendall(f"GET /page.css HTTP/1.1\r\nHost: 127.0.0.1:{place[1]}\r\n\r\n".encode())
-            assert held.recv(15) == b"HTTP/1.1 200 OK"
-        for _ in range(3 * server.MAX_KEPT):
-            opened.enter_context(socket.create_connection(place, timeout=20))
-            if asks:
-                assert ask(peer.page, flood)[0] == 503, "before its body has come"
-        for _ in range(2):
-            assert ask(peer.page, peer.fill(post("/control/pause", body=BODY)))[0] == 200
+            assert pause() == 200, "the connection of before the flood"
+            for _ in range(6):
+                opened.enter_context(socket.create_connection(place, timeout=20))
+                if asks:
+                    assert ask(peer.page, flood)[0] == 401, "before its body has come"
+            assert ask(peer.page, peer.fill(post("/control/pause", body=BODY)))[0] == 200, "a new one"

@@ -18,7 +18,7 @@ from rich.console import Console
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.monitor.curves import curves_of
 from spes_p2p.monitor.events import Event, JsonlSink, replay
-from spes_p2p.monitor.page.snapshot import PageState, Snapshots, in_words
+from spes_p2p.monitor.page.snapshot import PageState, in_words, sections_of
 from spes_p2p.monitor.sinks import ConsoleSink, Sink, SinkError, Sinks, render
 from spes_p2p.monitor.view import Sample, SwarmView, fold, short_id
 from spes_p2p.swarm.names import slot_ranges
@@ -121,7 +121,7 @@ def test_the_tokens_of_rounds_before_a_monitor_came_survive_its_restart(tmp_path
     assert told[-2:] == ["round 1: 1 peers, loss -", "round 2: 2 peers, loss -"]
     again, _ = replay(path)
     assert again.tokens == 2000 and again.rounds[2].num_peers == 2 and math.isnan(again.rounds[2].loss)
-    assert json.loads(json.dumps(Snapshots().of(PageState(again, FACTS)), allow_nan=False))["figures"]["rounds"] == 0
+    assert json.loads(json.dumps(sections_of(PageState(again, FACTS)), allow_nan=False))["figures"]["rounds"] == 0
 
 
 def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_several_replies_of_a_round_are_events_of_their_own_and_come_back(tmp_pa
     sinks.close()
     assert [event["text"] for event in events(path) if event["kind"] == "sample"] == ["reply 0", "reply 1", "reply 2"]
     assert replay(path)[0].samples == {0: replies}
-    shown = Snapshots().of(PageState(view, FACTS))["samples"]
+    shown = sections_of(PageState(view, FACTS))["samples"]
     assert shown["prompt.2"] == "2? " and shown["0"] == "reply 0" and shown["0.1"] == "reply 1"
 
 

@@ -35,8 +35,8 @@ async function ask(verb, values) {
     const text = await answer.text();
     if (answer.status === 401) { sessionStorage.removeItem(TOKEN_KEY); token = ""; }
     isTaken = answer.ok;
-    if (isTaken) data.control = new Map(Object.entries(JSON.parse(text)));
-    at("answer").textContent = answer.ok ? `${data.control.get("state")}: ${data.control.get("reason")}` : text.trim();
+    if (isTaken) data.control = JSON.parse(text);
+    at("answer").textContent = answer.ok ? `${data.control.state}: ${data.control.reason}` : text.trim();
   } catch (error) {
     at("answer").textContent = `the peer does not answer: ${error.message}`;
   }
@@ -66,7 +66,7 @@ function makeFields() {
 }
 
 function showControls() {
-  const control = data.control, isOn = Boolean(control && control.size) && !isReport;
+  const control = data.control, isOn = Boolean(control?.state) && !isReport;
   at("controls").hidden = at("settings").hidden = !isOn;
   if (!isOn) return;
   at("limits").hidden = !token;
@@ -75,7 +75,7 @@ function showControls() {
     at("answer").textContent = "To pause, resume or limit this peer here, open the link that `spes ctl link` prints.";
     return;
   }
-  const state = control.get("state"), focused = document.activeElement?.textContent;
+  const state = control.state, focused = document.activeElement?.textContent;
   const wasFocused = at("controls").contains(document.activeElement);
   const shown = VERBS.filter(([, , , , states]) => states.includes(state));
   const key = shown.map(([, label]) => label).join();
@@ -93,7 +93,7 @@ function showControls() {
   if (!at("fields").querySelector("input")) makeFields();
   for (const [verb, name] of FIELDS) {
     const input = at(`field-${name}`);
-    const value = control.get(verb === "set" ? "limits" : "rules")[name];
+    const value = control[verb === "set" ? "limits" : "rules"][name];
     if (input !== document.activeElement && input.getAttribute("aria-invalid") !== "true") input.value = name === "duty" && value ? `${+(100 * value).toPrecision(4)}%` : written(value);
   }
 }

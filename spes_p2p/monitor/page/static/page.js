@@ -1,5 +1,5 @@
 "use strict";
-// Shows what /events sends, or in a report what stands in the page itself. Whatever comes from peers is set by
+// Shows what /state.json has, or in a report what stands in the page itself. Whatever comes from peers is set by
 // textContent alone, never as markup.
 
 const at = (id) => document.getElementById(id);
@@ -58,39 +58,29 @@ const TILES = [
 ];
 
 const data = {};          // sections by name, as the server has them
+const texts = {};         // each as text, by which a change is found
 let columns = {};         // index of a round's value by name
 let overTokens = false;
 let isReport = false;
-let heard = 0;            // when the newest data came, and the swarm's clock then
-let swarmClock = 0;
+let heard = 0;            // when the newest answer was true
+let clockAt = 0;          // when the newest data was true, by which the swarm's clock goes on
 let isLost = false;
 let charts = null;
 
-// ------------------------------------------------------------------ what comes
-
-function apply(changes, isWhole) {
-  for (const [name, section] of Object.entries(changes)) {
-    if (isWhole || !data[name]) data[name] = new Map();
-    for (const [key, value] of Object.entries(section)) {
-      if (value === null && name !== "figures" && name !== "run") data[name].delete(key);
-      else data[name].set(key, value);
-    }
-  }
-}
-
-function receive(changes, isWhole) {
+// Show the sections that have changed.
+function receive(state) {
   const began = performance.now();
-  apply(changes, isWhole);
-  heard = performance.now();
-  swarmClock = data.now.get("at");
-  const has = (...names) => isWhole || names.some((name) => name in changes);
+  const changed = Object.keys(state).filter((name) => texts[name] !== (texts[name] = JSON.stringify(state[name])));
+  for (const name of changed) data[name] = state[name];
+  clockAt = heard;
+  const has = (...names) => names.some((name) => changed.includes(name));
   if (has("run")) showRun();
-  if (has("now", "phases")) showClock();
+  showClock();
   if (has("figures")) showTiles();
-  if (has("coverage", "figures", "peers")) showCoverage(changes, isWhole);
-  if (has("matrix")) matrix.change(isWhole ? null : changes.matrix);
+  if (has("run", "coverage", "matrix")) showCoverage();
+  if (has("matrix", "run")) matrix.change();
   if (has("rounds", "held_out", "baselines")) showCharts();
-  if (has("peers")) showPeers(isWhole ? null : changes.peers);
+  if (has("peers", "figures")) showPeers();
   if (has("events")) showEvents();
   if (has("control")) showControls();
   if (has("samples")) showSamples();
@@ -100,7 +90,7 @@ function receive(changes, isWhole) {
 // ------------------------------------------------------------------ head
 
 function showRun() {
-  const run = Object.fromEntries(data.run);
+  const run = data.run;
   columns = Object.fromEntries(run.columns.map((name, i) => [name, i]));
   at("run").textContent = run.id;
   at("who").textContent = run.me ? `peer …${run.me.slice(-6)}` : isReport ? "report" : "monitor";
@@ -129,23 +119,23 @@ function showLink(link, rows) {
 const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silent", "offline", "alone", "waiting"];
 // What a page that has lost its process says, by the process's last state.
 const ENDS = { leaving: "left", finishing: "left", serving: "finished", finished: "finished" };
-const SILENT_SECONDS = 60;  // data come every other second, at least every 30
+const SILENT_SECONDS = 60;  // a process shows its state every other second
 function showClock() {
   if (!data.now) {
     at("why").textContent = isLost ? "this page's process does not answer; trying again" : "";
     return;
   }
-  const now = Object.fromEntries(data.now), phases = Object.fromEntries(data.phases || []), total = data.run.get("total");
+  const { now, phases, run: { total, id } } = data;
   const age = (performance.now() - heard) / 1000, lost = !isReport && (isLost || age > SILENT_SECONDS);
   const end = isLost ? ENDS[now.state] : undefined;
   const state = lost ? end || "offline" : now.state;
-  const time = swarmClock + (isReport ? 0 : age);
+  const time = now.at + (isReport ? 0 : (performance.now() - clockAt) / 1000);
   const pill = at("state");
-  if (pill.textContent !== state) pill.textContent = state;
+  tell("state", state);
   pill.className = `pill ${GOOD.includes(state) ? "good" : BAD.includes(state) ? "bad" : ""}`;
   at("why").textContent = !lost ? now.why : end ? `${end === "left" ? "the peer has ended as asked" : "the run is finished"}; this page can be closed`
     : `${isLost ? "no connection to this page's process" : "this page's process says nothing"}; the figures are ${duration(age)} old`;
-  document.title = `${state} · round ${now.round} of ${total} · ${data.run.get("id")}`;
+  document.title = `${state} · round ${now.round} of ${total} · ${id}`;
   const seconds = (names) => names.reduce((sum, name) => sum + (phases[name] || 0), 0);
   const train = phases.train || 0, rest = seconds(["matchmaking", "averaging", "exchange", "other"]);
   let words = `round ${now.round} of ${total}`, share = 0;
@@ -166,7 +156,7 @@ function showClock() {
 }
 
 function showTiles() {
-  const isPeer = Boolean(data.run.get("me")), figures = Object.fromEntries(data.figures);
+  const isPeer = Boolean(data.run.me), figures = data.figures;
   const shown = TILES.filter(([, , , , only]) => only === undefined || only === isPeer);
   if (!at("tiles").children.length) {
     at("tiles").append(...shown.map(([key, label]) => {
@@ -195,21 +185,18 @@ const cellsOf = (text) => { const [trains, claims] = text.split("|").map(ranges)
 const name = (key) => `…${key.slice(-6)}`;
 let slotAt = null;
 
-function showCoverage(changes, isWhole) {
-  const strip = at("coverage"), total = data.run.get("slots"), me = data.run.get("me");
+function showCoverage() {
+  const strip = at("coverage"), { slots: total, me } = data.run;
   at("slots").hidden = total === 0;  // a dense model has none
   if (strip.children.length !== total) {
     strip.replaceChildren(...Array.from({ length: total }, () => element("i")));
     strip.classList.toggle("few", total <= 32);
   }
-  const mine = me && data.matrix.get(me) ? cellsOf(data.matrix.get(me)) : new Map();
-  const slots = isWhole || "matrix" in changes ? Array.from({ length: total }, (_, slot) => slot) : Object.keys(changes.coverage || {}).map(Number);
-  for (const slot of slots) {
-    const holders = data.coverage.get(String(slot)) || 0;
-    strip.children[slot].className = `h${Math.min(2, holders)}${mine.has(slot) ? " mine" : ""}${slot === slotAt ? " at" : ""}`;
+  const mine = me && data.matrix[me] ? cellsOf(data.matrix[me]) : new Map();
+  for (let slot = 0; slot < total; slot += 1) {
+    strip.children[slot].className = `h${Math.min(2, data.coverage[slot] || 0)}${mine.has(slot) ? " mine" : ""}${slot === slotAt ? " at" : ""}`;
   }
-  const figures = data.figures;
-  const words = `${figures.get("covered")} of ${total} slots have a holder, ${figures.get("single")} just one`;
+  const words = `${data.figures.covered} of ${total} slots have a holder, ${data.figures.single} just one`;
   at("coverage-words").textContent = words;
   strip.setAttribute("aria-label", words);
   if (slotAt !== null) tellSlot(slotAt);
@@ -221,8 +208,8 @@ function tellSlot(slot) {
   if (slotAt !== null && cells[slotAt]) cells[slotAt].classList.remove("at");
   slotAt = slot;
   cells[slot].classList.add("at");
-  const holders = [...data.matrix].filter(([, text]) => cellsOf(text).has(slot)).map(([key]) => name(key));
-  const more = (data.coverage.get(String(slot)) || 0) - holders.length;  // of a large swarm some peers are not shown
+  const holders = Object.entries(data.matrix).filter(([, text]) => cellsOf(text).has(slot)).map(([key]) => name(key));
+  const more = (data.coverage[slot] || 0) - holders.length;  // of a large swarm some peers are not shown
   if (more > 0) holders.push(holders.length ? `${more} more` : `${more} that are not shown`);
   tell("slot-words", `slot ${slot}: ${holders.length ? `held by ${holders.join(", ")}` : "no holder; it is trained again when a peer takes it"}`);
 }
@@ -231,22 +218,20 @@ const NAME_ROW = 12;
 const matrix = {
   rows: [], cells: new Map(), row: -1, slot: -1,
 
-  // changed: cells by peer, or null for all.
-  change(changed) {
-    const me = data.run.get("me");
-    const keys = [...data.matrix.keys()].sort((a, b) => (b === me) - (a === me) || (a < b ? -1 : 1));
+  change() {
+    const me = data.run.me;
+    const keys = Object.keys(data.matrix).sort((a, b) => (b === me) - (a === me) || (a < b ? -1 : 1));
     at("matrix-box").hidden = !keys.length;
-    const isSame = keys.length === this.rows.length && keys.every((key, i) => key === this.rows[i]);
+    const isSame = this.pen && keys.join() === this.rows.join();
     this.rows = keys;
-    if (!at("matrix-box").open) { this.isStale = true; return; }
-    if (!isSame || !changed || this.isStale) this.draw();
-    else for (const key of Object.keys(changed)) this.drawRow(keys.indexOf(key), cellsOf(data.matrix.get(key)));
+    if (!at("matrix-box").open) return;
+    if (!isSame) this.draw();
+    else keys.forEach((key, row) => this.drawRow(row, cellsOf(data.matrix[key])));
     this.say();
   },
 
   draw() {
-    this.isStale = false;
-    const total = data.run.get("slots"), canvas = at("matrix"), me = data.run.get("me");
+    const { slots: total, me } = data.run, canvas = at("matrix");
     const room = at("slots").clientWidth - 90;
     this.size = Math.max(8, Math.min(24, Math.floor(room / total)));
     const ratio = window.devicePixelRatio || 1, height = NAME_ROW * (this.rows.length + 1);
@@ -263,15 +248,14 @@ const matrix = {
     for (let slot = 0; slot < total; slot += step) this.pen.fillText(String(slot), slot * this.size, 9);
     this.cells = new Map();
     at("names").replaceChildren(element("div", ""), ...this.rows.map((key) => element("div", name(key), ...(key === me ? ["me"] : []))));
-    this.rows.forEach((key, row) => this.drawRow(row, cellsOf(data.matrix.get(key)), true));
+    this.rows.forEach((key, row) => this.drawRow(row, cellsOf(data.matrix[key])));
     this.say();
   },
 
   // Paint the cells of a row that differ from what is painted.
-  drawRow(row, cells, isNew) {
-    if (row < 0) return;
-    const before = isNew ? null : this.cells.get(row), top = NAME_ROW * (row + 1);
-    for (let slot = 0; slot < data.run.get("slots"); slot += 1) {
+  drawRow(row, cells) {
+    const before = this.cells.get(row), top = NAME_ROW * (row + 1);
+    for (let slot = 0; slot < data.run.slots; slot += 1) {
       const kind = cells.get(slot) || "empty";
       if (before && (before.get(slot) || "empty") === kind) continue;
       this.pen.fillStyle = this.colours[kind];
@@ -286,12 +270,12 @@ const matrix = {
 
   say() {
     const held = [...this.cells.values()].reduce((sum, cells) => sum + cells.size, 0);
-    at("matrix").setAttribute("aria-label", `${data.run.get("slots")} slots by ${this.rows.length} peers, ${held} claims`);
+    at("matrix").setAttribute("aria-label", `${data.run.slots} slots by ${this.rows.length} peers, ${held} claims`);
     if (this.row >= 0) this.tell(this.row, this.slot);
   },
 
   tell(row, slot) {
-    if (!this.rows[row] || slot < 0 || slot >= data.run.get("slots")) return;
+    if (!this.rows[row] || slot < 0 || slot >= data.run.slots) return;
     [this.row, this.slot] = [row, slot];
     const kind = this.cells.get(row)?.get(slot);
     tell("cell-words", `peer ${name(this.rows[row])}, slot ${slot}: ${{ trains: "trains it", claims: "has claimed it" }[kind] || "does not hold it"}`);
@@ -330,8 +314,8 @@ function redraw() {
 
 const PHASES = ["train", "matchmaking", "averaging", "exchange", "other"];
 function makeCharts() {
-  const grid = at("charts"), isPeer = Boolean(data.run.get("me"));
-  const baselines = [...(data.baselines || new Map()).keys()];
+  const grid = at("charts"), isPeer = Boolean(data.run.me);
+  const baselines = Object.keys(data.baselines);
   const made = {
     loss: new Chart(grid, { title: "Loss", help: "losses", unit: "nats per token", lines: [
       { name: "training", colour: 1 },
@@ -362,8 +346,8 @@ function makeCharts() {
 
 function showCharts() {
   charts ??= makeCharts();
-  const rounds = [...data.rounds].map(([number, row]) => [Number(number), row]).sort((a, b) => a[0] - b[0]);
-  const held = new Map([...data.held_out].map(([number, value]) => [Number(number), value]));
+  const rounds = Object.entries(data.rounds).map(([number, row]) => [Number(number), row]);
+  const held = new Map(Object.entries(data.held_out).map(([number, value]) => [Number(number), value]));
   const of = (...names) => [rounds.map(([number]) => number), ...names.map((key) => rounds.map(([, row]) => row[columns[key]] ?? null))];
   charts.loss.draw(losses(rounds, held), overTokens ? "tokens" : "round");
   charts.speed.draw(of("speed", "training_speed"), "round");
@@ -376,9 +360,9 @@ function showCharts() {
 function losses(rounds, held) {
   const rows = new Map(rounds), numbers = [...new Set([...rows.keys(), ...held.keys()])].sort((a, b) => a - b);
   const xs = overTokens ? numbers.map((number) => (rows.get(number) || held.get(number))[0]) : numbers;
-  const other = data.run.get("me") ? (number) => rows.get(number)?.[columns.my_loss] : (number) => held.get(number)?.[1];
+  const other = data.run.me ? (number) => rows.get(number)?.[columns.my_loss] : (number) => held.get(number)?.[1];
   const ys = [numbers.map((number) => rows.get(number)?.[columns.loss] ?? null), numbers.map((number) => other(number) ?? null)];
-  const curves = [...(data.baselines || new Map()).values()];
+  const curves = Object.values(data.baselines);
   if (!overTokens) return [xs, ...ys, ...curves.map(() => xs.map(() => null))];
   return curves.length ? uPlot.join([[xs, ...ys], ...curves.map((curve) => [curve.map(([x]) => x), curve.map(([, y]) => y)])]) : [xs, ...ys];
 }
@@ -386,32 +370,24 @@ function losses(rounds, held) {
 // ------------------------------------------------------------------ peers, events, samples
 
 const HEADS = ["peer", "state", "round", "tokens", "loss", "tokens/s", "not training", "dropped", "sent", "received"];
-function showPeers(changed) {
-  const table = at("peers"), isOwn = Boolean(data.run.get("me")); // a monitor's page says of no peer how it is reached
-  if (!changed || !table.tHead) {
-    const head = element("tr");
-    head.append(...[...HEADS, ...(isOwn ? ["votes", "link"] : []), "slots"].map((title) => { const cell = element("th", title); cell.scope = "col"; return cell; }));
-    table.replaceChildren(element("thead"), element("tbody"));
-    table.tHead.append(head);
+function showPeers() {
+  const table = at("peers"), isOwn = Boolean(data.run.me); // a monitor's page says of no peer how it is reached
+  const { known, votes } = data.figures, peers = Object.entries(data.peers);
+  if (!table.tHead) {
+    table.append(element("thead"), element("tbody"));
+    table.tHead.insertRow().append(...[...HEADS, ...(isOwn ? ["votes", "link"] : []), "slots"].map((title) => { const cell = element("th", title); cell.scope = "col"; return cell; }));
   }
-  const known = data.figures.get("known");
-  const shown = known > data.peers.size ? `the first ${data.peers.size} of ${known}` : "";
-  at("peers-words").textContent = [shown, data.figures.get("votes")].filter(Boolean).join("; ");
-  const body = table.tBodies[0], rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
-  for (const key of changed ? Object.keys(changed) : data.peers.keys()) {
-    const old = rows.get(key), value = data.peers.get(key);
-    if (!value) { old?.remove(); continue; }
-    const [state, round, tokens, loss, speed, sync, dropped, sent, received, slots, vote, way] = value;
+  at("peers-words").textContent = [known > peers.length ? `the first ${peers.length} of ${known}` : "", votes].filter(Boolean).join("; ");
+  table.tBodies[0].replaceChildren(...peers.map(([key, [state, round, tokens, loss, speed, sync, dropped, sent, received, slots, vote, way]]) => {
     const row = element("tr");
-    row.dataset.key = key;
     const cells = [name(key), state, String(round), short(tokens), short(loss, 4), short(speed), percent(sync), short(dropped), bytes(sent), bytes(received), ...(isOwn ? [vote, way] : []), slots];
     row.append(...cells.map((words) => element("td", words)));
-    if (old) old.replaceWith(row); else body.append(row);
-  }
+    return row;
+  }));
 }
 
 function showEvents() {
-  const events = [...data.events].sort((a, b) => b[0] - a[0]).map(([, [time, words]]) => {
+  const events = [...data.events].reverse().map(([time, words]) => {
     const item = element("li"), when = element("time", new Date(time * 1000).toLocaleTimeString());
     item.append(when, words);
     return item;
@@ -420,23 +396,23 @@ function showEvents() {
 }
 
 function showSamples() {
-  at("samples").hidden = !data.samples.has("prompt");
+  at("samples").hidden = !("prompt" in data.samples);
   const shown = [];
   for (let index = 0; ; index += 1) {
     const end = index ? `.${index}` : ""; // of several conversations
-    const prompt = data.samples.get(`prompt${end}`);
+    const prompt = data.samples[`prompt${end}`];
     if (prompt === undefined) break;
     const sample = (head, text) => {
       const made = element("p");
       made.append(element("b", head), element("span", prompt), text);
       return made;
     };
-    const of = (number) => data.samples.get(`${number}${end}`);
-    const rounds = [...data.samples.keys()].map(Number).filter(Number.isInteger).filter((number) => of(number) !== undefined).sort((a, b) => b - a);
+    const of = (number) => data.samples[`${number}${end}`];
+    const rounds = Object.keys(data.samples).map(Number).filter(Number.isInteger).filter((number) => of(number) !== undefined).sort((a, b) => b - a);
     const [newest, ...older] = rounds.map((number) => sample(`the model of round ${number}`, of(number)));
     const more = element("details");
     more.append(element("summary", "of earlier rounds"), ...older);
-    shown.push(sample("the text itself", data.samples.get(`truth${end}`) || ""), newest || "", ...(older.length ? [more] : []));
+    shown.push(sample("the text itself", data.samples[`truth${end}`] || ""), newest || "", ...(older.length ? [more] : []));
   }
   at("texts").replaceChildren(...shown);
 }
@@ -481,31 +457,37 @@ function listenForHelp() {
 
 // ------------------------------------------------------------------ start
 
-const RETRY_MILLISECONDS = 30000;
+const POLL_MILLISECONDS = 2000, ANSWER_MILLISECONDS = 20000;
 function start() {
   listen();
   const inline = at("data");
   if (inline) {
     isReport = true;
     overTokens = true;
-    receive(JSON.parse(inline.textContent), true);
+    receive(JSON.parse(inline.textContent));
     return;
   }
   takeToken();
   window.addEventListener("hashchange", () => { takeToken(); showControls(); });  // a link that is opened in this tab
-  connect();
+  poll("");
   setInterval(showClock, 1000);
 }
 
-function connect() {
-  const source = new EventSource("events");
-  source.addEventListener("whole", (event) => { isLost = false; receive(JSON.parse(event.data), true); });
-  source.addEventListener("change", (event) => { isLost = false; receive(JSON.parse(event.data), false); });
-  source.onerror = () => {
+// Ask for the state unless it is still the one with this tag; again after a pause.
+async function poll(tag) {
+  let state = null;
+  try {
+    const answer = await fetch("state.json", { headers: tag ? { "If-None-Match": tag } : {}, signal: AbortSignal.timeout(ANSWER_MILLISECONDS) });
+    if (answer.status !== 304) state = await answer.json();
+    heard = performance.now() - 1000 * Number(answer.headers.get("Age"));
+    tag = answer.headers.get("ETag");
+    isLost = false;
+  } catch {
     isLost = true;
-    showClock();
-    if (source.readyState === EventSource.CLOSED) setTimeout(connect, RETRY_MILLISECONDS);  // an answer that is no stream
-  };
+  }
+  setTimeout(poll, POLL_MILLISECONDS, tag);
+  if (state) receive(state);
+  showClock();
 }
 
 start();
