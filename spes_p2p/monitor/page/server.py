@@ -128,7 +128,7 @@ class _Server(web.Server):
     """
 
     def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
-        super().__init__(answer, access_log=None)
+        super().__init__(answer, handler_cancellation=True, access_log=None)
         self._quiet: dict[web.RequestHandler, None] = {}
         """Connections, that which has been quiet longest first."""
 
