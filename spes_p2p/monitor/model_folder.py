@@ -12,11 +12,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
+from jinja2 import Environment, StrictUndefined
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
@@ -24,7 +26,6 @@ from torch import Tensor
 from spes_p2p import __version__
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import BlockHasher, digest, digest_of
-from spes_p2p.config import RunConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.tokenizer import write_tokenizer_settings
 from spes_p2p.errors import ConfigError, DataError, ExchangeError
@@ -445,76 +446,24 @@ def _damaged(each: OnDisk) -> DataError:
 
 def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> str:
     """Return the text of README.md. Names that other people chose stand in it as code, without control characters."""
-    manifest, run = source.manifest, source.manifest.config
     tokens, losses, reporters = _history(source, exported.round, held_out)
-    contributors = sorted(source.members(exported.round) | reporters)
-    model = run.model
-    kind = "dense model" if model.is_dense else "mixture of experts"
-    kind = kind if exported.kind == "model" else f"fine-tuned {kind}"
-    experts = f"{model.num_experts} experts per layer, {model.top_k} per token, " if model.num_experts else ""
-    few = "; one or two of them trained each expert" if run.num_slots else ""
-    lines = [
-        "---",
-        f"library_name: {'peft' if exported.kind == 'adapter' else 'transformers'}",
-        "pipeline_tag: text-generation",
-        "tags:",
-        *(["- mixture-of-experts"] if model.num_experts else []),
-        "- spes_p2p",
-        "---",
-        f"# Round {exported.round} of a {kind} that volunteers train together",
-        "",
-        f"- Run: {_code(manifest.run_id)}, manifest {_code(manifest.digest)}",
-        f"- Founder: {_code(manifest.founder)}, with spes_p2p {_code(manifest.software)}",
-        f"- Round: {exported.round} of {source.total_rounds()}",
-        f"- Tokens: {tokens}",
-        f"- Data: {_data(manifest)}",
-        *(f"- {loss}" for loss in losses),
-        f"- Model: {model.family}, {params_text(exported.num_params)} parameters, {experts}sequences of "
-        f"{run.data.sequence_length} tokens",
-        f"- {_how(run, exported)}",
-        *([f"- Slots (expert e of every layer): {_slots(exported, run.num_slots)}"] if run.num_slots else []),
-        f"- Exported by spes_p2p {__version__}",
-        "",
-        "```python",
-        *_code_to_load(exported),
-        'tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")',
-        "```",
-        "",
-        "## Limits of trust",
-        "",
-        f"The founder chose model, schedule and data. Volunteers trained the weights{few}. Digests show that all peers "
-        "had the same weights, not that the weights are right: a volunteer can plant behaviour that no public test "
-        "shows, and one person can have many identities. Use this model as you would run a program by its "
-        "contributors.",
-        "",
-        "## Contributors",
-        "",
-        "Peers known here to have averaged weights of this round or an earlier one, or to have reported tokens: "
-        f"{len(contributors)}. There may have been others.",
-        "",
-        *(f"- {_code(peer)}" for peer in contributors),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _how(run: RunConfig, exported: Exported) -> str:
-    """Return what the files hold."""
-    if (adapter := run.adapter) is None:
-        exact = "Weights: as the peers published them, verified by SHA-256: fp32"
-        return f"{exact}, but slots {slot_ranges(exported.kept)} rounded to {exported.form}" if exported.kept else exact
-    form = "added to their base" if exported.kind == "merged" else "in peft's layout"
-    return f"Adapters: LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}, {form}"
-
-
-def _code_to_load(exported: Exported) -> list[str]:
-    """Return the lines of Python that load the model."""
-    stock = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    if exported.kind != "adapter":
-        return [*stock, 'model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")']
-    return [
-        *("from peft import PeftModel", *stock, 'base = AutoModelForCausalLM.from_pretrained("PATH/TO/THE/BASE")'),
-        'model = PeftModel.from_pretrained(base, "PATH/TO/THIS/FOLDER")',
-    ]
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["code"] = _code
+    template = environment.from_string((resources.files("spes_p2p.monitor") / "model_card.md").read_text("utf-8"))
+    return template.render(
+        manifest=source.manifest,
+        run=source.manifest.config,
+        exported=exported,
+        others=_by_round(exported.other_rounds),
+        total_rounds=source.total_rounds(),
+        tokens=tokens,
+        losses=losses,
+        contributors=sorted(source.members(exported.round) | reporters),
+        version=__version__,
+        code=_code,
+        params_text=params_text,
+        slot_ranges=slot_ranges,
+    )
 
 
 def _history(source: ModelFolder, round: int, held_out: float | None) -> tuple[str, list[str], set[str]]:
@@ -537,20 +486,6 @@ def _history(source: ModelFolder, round: int, held_out: float | None) -> tuple[s
     if held_out is not None and math.isfinite(held_out):
         losses.insert(0, f"Held-out loss: {held_out:.4f} nats per token")
     return tokens, losses or [f"Loss: {UNKNOWN}"], reporters
-
-
-def _data(manifest: Manifest) -> str:
-    data = manifest.config.data
-    start = manifest.config.model.start
-    default = "the tokenizer of the checkpoint it started from" if start else "a byte-level BPE trained on it"
-    tokenizer = f"tokenizer {_code(data.tokenizer)}" if data.tokenizer else default
-    return f"{data.in_words(_code)}; {tokenizer}, {manifest.vocab_size} entries"
-
-
-def _slots(exported: Exported, num_slots: int) -> str:
-    if not exported.other_rounds:
-        return f"all {num_slots} of round {exported.round}"
-    return f"of round {exported.round}, except {_by_round(exported.other_rounds)}"
 
 
 def _by_round(rounds: Mapping[int, int]) -> str:
