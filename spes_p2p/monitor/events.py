@@ -22,12 +22,9 @@ Event = Mapping[str, Any]
 
 
 class EventLog:
-    """Turns one view after another into events, each of them once.
+    """Turns the views after `start` into events, each of them once.
 
     A round's event waits for the reports of all its members, or for the next round: so each sink gets the same numbers.
-
-    Args:
-        start: The view whose events are known already.
     """
 
     def __init__(self, start: SwarmView) -> None:
@@ -101,12 +98,7 @@ class Sink(Protocol):
 
 
 class JsonlSink(Sink):
-    """Appends events to a file, each whole or not at all.
-
-    Args:
-        path: The file; an existing one is continued.
-        facts: Fields of the `run` event.
-        now: DHT time.
+    """Appends events to a new or an existing file, each whole or not at all; first a `run` event with the facts.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -122,7 +114,6 @@ class JsonlSink(Sink):
             raise ConfigError(f"cannot write {path}: {error.strerror}; choose a writable --output") from error
 
     def take(self, event: Event, view: SwarmView) -> None:
-        """Append an event."""
         self._append(event)
 
     def _append(self, event: Event) -> None:
@@ -166,83 +157,60 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def replay(path: Path, start: SwarmView | None = None) -> tuple[SwarmView, dict[str, Any]]:
-    """Return the view at the end of a file, and the fields of its first `run` event.
+    """Return the view at the end of a `metrics.jsonl`, and the fields of its first `run` event.
 
-    Args:
-        path: A `metrics.jsonl`.
-        start: An empty view of the run; by default it is made from the `run` event.
+    `start` is an empty view of the run; by default it is made from the `run` event.
 
     Raises:
         DataError: the file cannot be read, or has no `run` event.
     """
     facts: dict[str, Any] = {}
-    history = _History()
+    past: dict[str, Any] = {
+        name: {} for name in ("peers", "reports", "rounds", "held_out", "held_out_sources", "samples")
+    }
     for number, event in enumerate(read_events(path), start=1):
         try:
             if event["kind"] == "run":
                 facts = facts or {key: value for key, value in event.items() if key != "kind"}
                 start = start or SwarmView(event["num_slots"], event["total_rounds"], absence_seconds=0.0)
-            history.apply(event)
+            _collect(event, past)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}:{number} is no {event['kind']} event; delete that line") from error
     if start is None:
         raise DataError(f"{path} names no run; it is not the metrics.jsonl of a monitor")
-    return history.view(start), facts
+    for (_, peer), report in sorted(past["reports"].items()):
+        if peer in past["peers"]:
+            past["peers"][peer] = replace(past["peers"][peer], report=report, round=report.round)
+    for name in ("rounds", "held_out"):
+        past[name] = dict(sorted(past[name].items()))
+    return replace(start, published=max(past["rounds"], default=0), **past), facts
 
 
-class _History:
-    """Events collected into one view; an immutable view per event would take quadratic time."""
+def _collect(event: Event, past: dict[str, Any]) -> None:
+    """Add an event to the fields of a view; an immutable view for each event would take quadratic time."""
+    past["now"], number = event["time"], event.get("round")
+    match event["kind"]:
+        case "report":
+            report = Metrics.model_validate_json(json.dumps({name: event[name] for name in Metrics.model_fields}))
+            past["reports"][report.round, report.peer_id] = report
+        case "membership":
+            past["peers"][event["peer_id"]] = PeerView(
+                event["peer_id"], event["state"], tuple(event["slots"]), round=0, last_seen=event["time"]
+            )
+        case "round":
+            past["rounds"][number] = RoundSummary(
+                **{name: _or_nan(event[name]) for name in RoundSummary.__dataclass_fields__}
+            )
+        case "amendment":
+            past["total_rounds"] = int(event["total_rounds"])
+        case "evaluation":
+            past["held_out"][event["round"]] = _or_nan(event["loss"])
+            if sources := event.get("sources"):
+                past["held_out_sources"][number] = {str(name): _or_nan(loss) for name, loss in sources.items()}
+        case "sample":
+            sample = Sample(*(str(event[name]) for name in Sample._fields))
+            past["samples"][event["round"]] = (*past["samples"].get(number, ()), sample)
 
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._rounds: dict[int, RoundSummary] = {}
-        self._total_rounds: int | None = None
-        self._members: dict[str, PeerView] = {}
-        self._reports: dict[tuple[int, str], Metrics] = {}
-        self._held_out: dict[int, float] = {}
-        self._held_out_sources: dict[int, Mapping[str, float]] = {}
-        self._samples: dict[int, tuple[Sample, ...]] = {}
 
-    def apply(self, event: Event) -> None:
-        self._now = event["time"]
-        match event["kind"]:
-            case "report":
-                report = Metrics.model_validate_json(json.dumps({name: event[name] for name in Metrics.model_fields}))
-                self._reports[report.round, report.peer_id] = report
-            case "membership":
-                self._members[event["peer_id"]] = PeerView(
-                    event["peer_id"], event["state"], tuple(event["slots"]), round=0, last_seen=event["time"]
-                )
-            case "round":
-                stated: dict[str, Any] = {name: event[name] for name in RoundSummary.__dataclass_fields__}
-                stated |= {name: math.nan for name, value in stated.items() if value is None}
-                self._rounds[event["round"]] = RoundSummary(**stated)
-            case "amendment":
-                self._total_rounds = int(event["total_rounds"])
-            case "evaluation":
-                self._held_out[event["round"]] = math.nan if event["loss"] is None else event["loss"]
-                if sources := event.get("sources"):
-                    known = {str(name): math.nan if loss is None else float(loss) for name, loss in sources.items()}
-                    self._held_out_sources[event["round"]] = known
-            case "sample":
-                sample = Sample(*(str(event[name]) for name in Sample._fields))
-                self._samples[event["round"]] = (*self._samples.get(event["round"], ()), sample)
-
-    def view(self, start: SwarmView) -> SwarmView:
-        newest = {peer: report for (_, peer), report in sorted(self._reports.items())}
-        peers = {
-            peer: replace(member, report=newest.get(peer), round=newest[peer].round if peer in newest else 0)
-            for peer, member in self._members.items()
-        }
-        return replace(
-            start,
-            now=self._now,
-            total_rounds=self._total_rounds or start.total_rounds,
-            published=max(self._rounds, default=0),
-            peers=peers,
-            reports=self._reports,
-            rounds=dict(sorted(self._rounds.items())),
-            held_out=dict(sorted(self._held_out.items())),
-            held_out_sources=self._held_out_sources,
-            samples=self._samples,
-        )
+def _or_nan(value: Any) -> Any:
+    return math.nan if value is None else value

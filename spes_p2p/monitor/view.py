@@ -70,100 +70,85 @@ def look(swarm: HivemindSwarm) -> Snapshot:
 
 
 class Sample(NamedTuple):
-    """How the swarm's model continues the beginning of its first held-out sequence.
-
-    Attributes:
-        prompt: The beginning, the same in every round; of a conversation all before its first reply.
-        text: The model's continuation.
-        truth: What follows in the held-out text.
-    """
+    """How the swarm's model continues the beginning of its first held-out sequence."""
 
     prompt: str
+    """The beginning, the same in every round; of a conversation all before its first reply."""
     text: str
     truth: str
+    """What follows in the held-out text."""
 
 
 @dataclass(frozen=True)
 class PeerView:
-    """One peer that has, or had, a claim.
-
-    Attributes:
-        round: The last round that it says it has committed; 0 while unknown.
-        last_seen: DHT time at which the claim was last seen unexpired.
-        report: The newest report.
-    """
+    """One peer that has, or had, a claim."""
 
     peer_id: str
     state: Literal["joining", "active", "left"]
     slots: tuple[int, ...]
     round: int
+    """The last round that it says it has committed; 0 while unknown."""
     last_seen: float
+    """DHT time at which the claim was last seen unexpired."""
     report: Metrics | None = None
+    """The newest."""
 
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """What a round's certificate says, and what its members report.
-
-    Attributes:
-        num_peers: Members.
-        tokens: Sum of the members' capped tokens that the round's mean contains.
-        cap: Most tokens of one member that count.
-        seconds: Median wall time of the voters, as the figures below of all members if no voter has reported.
-        tokens_per_second: Tokens over wall time, synchronisation included; NaN without reports.
-        loss: Median training loss of those that have trained, nats per token; NaN without any.
-        phases: Median seconds by phase.
-        sync_share: Median share of the wall time not spent training; NaN without reports.
-        agreement: Share of all members' reports with the most common digest of the shared parameters, likewise.
-        dropped: Groups that were dropped, summed over the members that dropped them.
-        stale_rounds: Greatest age, in rounds, of a slot in any member's model.
-    """
+    """What a round's certificate says, and what its members report."""
 
     round: int
     num_peers: int
+    """Members."""
     tokens: int
+    """Sum of the members' capped tokens that the round's mean contains."""
     seconds: float
+    """Median wall time of the voters, as the figures below of all members if no voter has reported."""
     tokens_per_second: float
+    """Tokens over wall time, synchronisation included; NaN without reports."""
     loss: float
+    """Median training loss of those that have trained, nats per token; NaN without any."""
     agreement: float
+    """Share of all members' reports with the most common digest of the shared parameters; NaN without reports."""
     phases: Mapping[str, float]
+    """Median seconds by phase."""
     sync_share: float
+    """Median share of the wall time not spent training; NaN without reports."""
     dropped: int
+    """Groups that were dropped, summed over the members that dropped them."""
     stale_rounds: int = 0
+    """Greatest age, in rounds, of a slot in any member's model."""
     cap: int = 0
+    """Most tokens of one member that count."""
 
 
 @dataclass(frozen=True)
 class SwarmView:
-    """The swarm at one moment, and its history.
-
-    Attributes:
-        num_slots: Experts per layer.
-        total_rounds: Rounds in the run.
-        absence_seconds: Time after which a claim that is no longer seen counts as gone; a single failed read does not.
-        now: DHT time of the newest snapshot.
-        published: Newest round with a certificate.
-        peers: By peer id, including peers that left.
-        reports: By (round, peer id), of the last rounds; a second report of the same round is ignored.
-        held_out: Held-out loss of the swarm's model by round.
-        held_out_sources: The same by source, where the run mixes some.
-        samples: Text of the swarm's model by round.
-        rounds: Summaries of the rounds whose certificates this peer has seen, ascending.
-        bodies: Of the last rounds, by round.
-    """
+    """The swarm at one moment, and its history."""
 
     num_slots: int
     total_rounds: int
     absence_seconds: float
+    """Time after which a claim that is no longer seen counts as gone; a single failed read does not."""
     now: float = 0.0
+    """DHT time of the newest snapshot."""
     published: int = 0
+    """Newest round with a certificate."""
     peers: Mapping[str, PeerView] = field(default_factory=dict)
+    """By peer id, including peers that left."""
     reports: Mapping[tuple[int, str], Metrics] = field(default_factory=dict)
+    """By round and peer id, of the last rounds; a second report of the same round is ignored."""
     held_out: Mapping[int, float] = field(default_factory=dict)
+    """Held-out loss of the swarm's model by round."""
     held_out_sources: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """The same by source, if the run mixes some."""
     samples: Mapping[int, tuple[Sample, ...]] = field(default_factory=dict)
+    """Text of the swarm's model by round."""
     rounds: Mapping[int, RoundSummary] = field(default_factory=dict)
+    """Those whose certificates this peer has seen, ascending."""
     bodies: Mapping[int, Body] = field(default_factory=dict)
+    """Of the last rounds, by round."""
 
     @cached_property
     def active(self) -> tuple[PeerView, ...]:
