@@ -319,13 +319,7 @@ def _watch(
 
 
 class PageSink(Sink):
-    """Shows a watch on its page; `close` leaves the page up, with the last state.
-
-    Args:
-        page: The page.
-        run: Fields of the `run` event.
-        link: Returns that by which others join; "" shows none.
-    """
+    """Shows a watch and the link by which others join on its page; `close` leaves the page up, with the last state."""
 
     def __init__(self, page: Page, run: Mapping[str, Any], link: Callable[[], str] = str) -> None:
         self._page = page
@@ -370,6 +364,7 @@ def _conclude(ending: Ending, output: Path) -> int | None:
 def _held_out(
     settings: MonitorConfig, manifest: Manifest, tokenizer: ConfinedTokenizer
 ) -> Callable[[], Mapping[str, Sequence[LongTensor]]]:
+    """Return what makes the held-out batches of each source; ConfigError if this machine has no text for them."""
     run = manifest.config
     if not settings.held_out_sequences:
         return dict

@@ -31,14 +31,8 @@ CLOSE_SECONDS = 5.0
 class Checkpoints:
     """A monitor's checkpoints of a run; a thread uploads those to keep, the newest first.
 
-    Args:
-        folder: Theirs, in the monitor's output; those of an earlier start count.
-        run: The run's manifest.
-        save: Writes the model of a round, with its held-out loss, to a folder.
-        every: Rounds between them; None for the run's last alone.
-        keep_last: Newest ones to keep here and there, besides the best.
-        upload: Where they go; None for nowhere.
-        retry_seconds: Pause after an upload that failed.
+    `save` writes the model of a round, with its held-out loss, to a folder. Without `every`, only the run's last model
+    becomes a checkpoint. The best and the newest `keep_last` are kept, here and at the `upload` place.
     """
 
     def __init__(
@@ -78,13 +72,7 @@ class Checkpoints:
             self.take(round, loss)
 
     def take(self, round: int, loss: float | None, made: Path | None = None) -> None:
-        """Write the model of a round, and delete those that are neither the best nor among the newest.
-
-        Args:
-            round: The round.
-            loss: Its held-out loss.
-            made: A folder that has the checkpoint already.
-        """
+        """Write the model of a round, or link it from the folder where it is already; delete what is not kept."""
         target = self._folder / f"round-{round:06d}"
         try:
             if target.exists():

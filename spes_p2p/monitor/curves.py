@@ -65,15 +65,8 @@ class _CurveSink(Sink):
 class WandbSink(_CurveSink):
     """Logs curves to Weights & Biases, offline unless WANDB_MODE is set: no account is needed.
 
-    Args:
-        directory: Where W&B keeps its files.
-        project: W&B project.
-        name: Name of the W&B run.
-        watch: Id of the W&B run: a monitor that starts again goes on in the run of its first start.
-        config: The run's settings, shown beside the curves.
-
-    Raises:
-        ConfigError: W&B does not start.
+    `watch` is the id of the W&B run: a monitor that starts again continues the run of its first start. ConfigError if
+    W&B does not start.
     """
 
     def __init__(self, directory: Path, *, project: str, name: str, watch: str, config: Mapping[str, Any]) -> None:
@@ -132,13 +125,8 @@ def _shown(value: Any) -> Any:
 class TensorboardSink(_CurveSink):
     """Writes curves for TensorBoard.
 
-    Not by tensorboardX's SummaryWriter, which waits for ever once a write has failed, but by the writer under it.
-
-    Args:
-        directory: Log directory; each start adds a file.
-
-    Raises:
-        ConfigError: the directory cannot be written.
+    Not by tensorboardX's SummaryWriter, which waits for ever once a write has failed, but by the writer under it. Each
+    start adds a file; ConfigError if the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -72,19 +72,14 @@ Source = Mapping[str, OnDisk]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        run_id: The run's name.
-        round: Round of the shared parameters.
-        num_params: The model's parameters.
-        other_rounds: Rounds of those slots whose newest version in the folder is of another round.
-    """
+    """What was written."""
 
     run_id: str
     round: int
+    """Of the shared parameters."""
     num_params: int
     other_rounds: Mapping[int, int] = field(default_factory=dict)
+    """Rounds of those slots whose newest version in the folder is of another round."""
     kind: Literal["model", "adapter", "merged"] = "model"
     """All of the model, the run's adapters, or the base with the adapters added."""
     kept: tuple[int, ...] = ()
@@ -100,14 +95,7 @@ class Exported:
 
 
 class ModelFolder:
-    """What a folder keeps of its run's model.
-
-    Args:
-        folder: The output of a peer or a monitor.
-
-    Attributes:
-        manifest: The run's manifest.
-        tokens: Those that this folder's peer had trained by each round of its checkpoints.
+    """What the output folder of a peer or a monitor keeps of its run's model.
 
     Raises:
         DataError: it is no such folder, or what it keeps is damaged.
@@ -119,6 +107,7 @@ class ModelFolder:
         run_id = _run_of(folder)
         states = PeerCheckpoint(folder).states(run_id)
         self.tokens = {state.round: state.total_tokens for state in reversed(states.values())}
+        """That this folder's peer had trained by each round of its checkpoints."""
         self._sources = [*_stored(folder), *(_files(where, state.versions) for where, state in states.items())]
         self.manifest: Manifest = read_manifest(self.document)
 
@@ -215,9 +204,8 @@ def export(
     Args:
         folder: The output of a peer or a monitor.
         output: Folder to write.
-        round: The round; by default the newest.
-        overwrite: Replace a checkpoint in `output`.
-        held_out: The round's held-out loss, where the folder's metrics do not have it yet.
+        round: By default the newest.
+        held_out: The round's held-out loss, if the folder's metrics do not have it yet.
         merges: Add the adapters to their base; of no effect in a run without adapters.
         base: Folder of the base; by default as peers have sent it, if they sent it unquantised.
 
@@ -242,11 +230,7 @@ def export(
 
 
 def check_free(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output that holds something, unless it is a checkpoint that is to be replaced.
-
-    Raises:
-        ConfigError: so it is.
-    """
+    """Raise ConfigError if an output holds something, unless it is a checkpoint that is to be replaced."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not any((output / marker).is_file() for marker in MARKERS):
@@ -256,13 +240,7 @@ def check_free(output: Path, *, overwrite: bool) -> None:
 
 
 def _export(
-    source: ModelFolder,
-    output: Path,
-    round: int | None,
-    held_out: float | None,
-    *,
-    merges: bool,
-    base: Path | None,
+    source: ModelFolder, output: Path, round: int | None, held_out: float | None, *, merges: bool, base: Path | None
 ) -> Exported:
     round, chosen = source.choose(round)
     run = source.manifest.config
@@ -283,11 +261,7 @@ def _export(
 
         slots = {name.slot: each.version.round for name, each in chosen.items() if name.slot is not None}
         stale = {slot: number for slot, number in slots.items() if number != round}
-        kept = [
-            name.slot
-            for name, each in chosen.items()
-            if name.slot is not None and VectorName(each.version.name).is_kept
-        ]
+        kept = [slot for slot in slots if VectorName(chosen[VectorName.of_slot(slot)].version.name).is_kept]
         num_params = sum(layouts[name.kind].numel for name in chosen)
         kind: Literal["model", "adapter", "merged"] = "model"
         if run.adapter is not None:
@@ -312,11 +286,7 @@ def _export(
 
 
 def _base(source: ModelFolder, folder: Path | None, model: SlotModel) -> Base:
-    """Return the unquantised base of a run's adapters, verified by the manifest.
-
-    Raises:
-        ConfigError: the folder has another checkpoint, or peers have sent the base in 8 or 4 bits.
-    """
+    """Return the unquantised base of a run's adapters, verified by the manifest; ConfigError if there is none."""
     run = source.manifest.config
     assert run.adapter is not None
     layout, digests = BaseLayout(run, source.manifest.vocab_size), base_digests(run)
@@ -385,12 +355,7 @@ def _preference(each: OnDisk, round: int, of_base: OnDisk | None) -> tuple[bool,
 
 
 def _open_all(source: ModelFolder, each: OnDisk, stack: ExitStack) -> list[BinaryIO]:
-    """Open the copies of a version.
-
-    Raises:
-        FileNotFoundError: all are gone.
-        DataError: none can be opened.
-    """
+    """Open the copies of a version; FileNotFoundError if all are gone, DataError if one cannot be opened."""
     opened: dict[int, BinaryIO] = {}
     for path in source.copies(each.version):
         try:
@@ -406,11 +371,7 @@ def _open_all(source: ModelFolder, each: OnDisk, stack: ExitStack) -> list[Binar
 
 
 def _weights(each: OnDisk, files: Sequence[BinaryIO], numel: int, bundle_numel: int) -> Tensor:
-    """Return the weights `[numel]` of a version, whose bytes are verified; what follows them is read in pieces.
-
-    Raises:
-        DataError: all its files are damaged, or it is of another model.
-    """
+    """Return the verified weights `[numel]` of a version; DataError if no file has them. The rest is read in pieces."""
     version = each.version
     if not VectorName(version.name).is_kept and version.num_bytes == 4 * bundle_numel:
         for file in files:

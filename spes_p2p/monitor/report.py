@@ -21,16 +21,11 @@ Baselines = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def write_report(
-    directory: Path,
-    facts: Mapping[str, object] | None = None,
-    baselines: Baselines | None = None,
+    directory: Path, facts: Mapping[str, object] | None = None, baselines: Baselines | None = None
 ) -> Path:
-    """Write `report.html` from a watch's `metrics.jsonl`, and return its path.
+    """Write `report.html` beside a watch's `metrics.jsonl`, and return its path.
 
-    Args:
-        directory: Has the events, and receives the report, in place of an older one.
-        facts: Lines for the page's foot, such as how the run ended.
-        baselines: Curves to compare with, in nats per token.
+    `facts` are lines for the page's foot, such as how the run ended.
 
     Raises:
         DataError: the events cannot be read.

@@ -50,11 +50,7 @@ class Sinks:
     """All sinks of a watch as one: one that fails is dropped with one warning, and opened again later.
 
     Otherwise a full disk or a failed service would end the monitor, which has the model to save. What a sink misses
-    meanwhile, it takes when it is there again.
-
-    Args:
-        start: The view that all sinks know already.
-        retry_seconds: Time after which a sink that failed is tried again.
+    meanwhile, it takes when it is there again. All sinks know the view `start` already.
     """
 
     def __init__(self, start: SwarmView, *, retry_seconds: float = RETRY_SECONDS) -> None:
@@ -130,19 +126,11 @@ class _Console(Console):
 class ConsoleSink:
     """Prints the run on a console.
 
-    Args:
-        run_id: Shown in the title.
-        mode: `live` redraws a table, `plain` prints a line per complete round and per evaluation; `auto` is `live` on a
-            terminal.
-        console: Where to print; by default standard output.
+    Mode `live` redraws a table, `plain` prints a line per complete round and per evaluation; `auto` is `live` on a
+    terminal.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        mode: Literal["auto", "live", "plain"],
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, run_id: str, mode: Literal["auto", "live", "plain"], console: Console | None = None) -> None:
         self._run_id = run_id
         self._console = console or _Console(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
@@ -151,7 +139,6 @@ class ConsoleSink:
             self._live.start()
 
     def take(self, event: Event, view: SwarmView) -> None:
-        """Print a line for a round or an evaluation."""
         if self._live is not None:
             return
         if event["kind"] == "round":

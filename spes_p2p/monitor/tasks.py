@@ -28,13 +28,9 @@ MAX_SHOWN = 8
 
 
 class TaskEvaluations:
-    """Runs tasks on one round's model at a time, and leaves `round-N.json` and `round-N.md`.
+    """Runs tasks on one round's model at a time, and leaves `round-N.json` and `round-N.md` in a folder.
 
-    Args:
-        folder: Where the tables, the evaluated checkpoint and the process's log go.
-        flags: Of `spes evaluate`, which name the tasks.
-        save: Writes the newest model as a checkpoint to a folder.
-        threads: CPU threads of the process; by default PyTorch's choice.
+    `flags` are those of `spes evaluate` that name the tasks; `save` writes the newest model to a folder.
     """
 
     def __init__(

@@ -45,15 +45,12 @@ SAMPLE_SECONDS = 10.0
 
 
 class HeldOut(NamedTuple):
-    """Held-out loss in nats per token.
-
-    Attributes:
-        loss: The mean over the sources.
-        sources: Of each source, where the run mixes some.
-    """
+    """Held-out loss in nats per token."""
 
     loss: float
+    """The mean over the sources."""
     sources: Mapping[str, float]
+    """Of each source, if the run mixes some."""
 
 
 _Taken = tuple[int, HeldOut | None, tuple[Sample, ...]]
@@ -105,16 +102,9 @@ def peers_of(view: SwarmView) -> list[str]:
 
 
 def pull_round(swarm: HivemindSwarm, run: RunConfig, body: Body, peers: Sequence[str], *, in_fp32: bool = True) -> None:
-    """Fetch the versions that a certificate names.
+    """Fetch the versions that a certificate names, slots in fp32 or in the run's kept form if it has one.
 
     A slot whose certified version no peer has any more comes in its kept form, or else in its newest other version.
-
-    Args:
-        swarm: Where they are fetched and stored.
-        run: The run's settings.
-        body: Of the certificate.
-        peers: All peers to ask.
-        in_fp32: Whether to fetch slots in fp32, or in the run's kept form if it has one.
 
     Raises:
         ExchangeError: no peer sent the shared parameters.
@@ -146,18 +136,11 @@ class Archive:
     At first it is the anchor of round 0, as the run's seed draws it.
 
     Args:
-        swarm: Source of the versions.
-        manifest: The run's manifest.
         held_out: Makes the held-out batches `[B, T + 1]` of each source when the first evaluation needs them, under an
-            empty name where the run mixes none; without sources, nothing is evaluated.
-        decode: Turns tokens into text, for samples.
+            empty name if the run mixes none; without sources, nothing is evaluated.
         prompts: Makes the beginnings of conversations to reply to; without any, samples continue held-out text.
         base: The frozen weights under the run's adapters, if it has any.
         in_fp32: Whether slots are fetched in fp32 in every round, and not after the last one only.
-
-    Attributes:
-        anchors: Sizes of the run's versions, and how a delta advances one; holds no values.
-        round: Round of the shared parameters.
     """
 
     def __init__(
@@ -181,7 +164,9 @@ class Archive:
         self._batches: Mapping[str, Sequence[LongTensor]] | None = None
         self._model = WholeModel(self._run, manifest.vocab_size, base=base)
         self.anchors = Anchors(self._run, self._model.numels)
+        """Sizes of the run's versions, and how a delta advances one; holds no values."""
         self.round = 0
+        """Of the shared parameters."""
 
     def pull(self, body: Body, peers: Sequence[str], *, is_last: bool) -> None:
         """Bring the model to what a certificate names, as `pull_round` does; in fp32 what ends the run.
@@ -251,14 +236,11 @@ class Watch:
     Args:
         swarm: The monitor's own, in client mode. Its watchdog tells silence of the swarm from a failure of this
             machine: without its DHT process a monitor reads no records, and without p2pd it finds none.
-        revisions: The run's settings, which its founder may change.
         archive: The swarm's model; used by one thread at a time.
-        show: Receives each view.
         view: Where to start: empty, or replayed.
         save: Writes the model of a round as a checkpoint, and its held-out loss with it.
         evaluated: Is told each round whose model has been evaluated, except the first and the last, and its held-out
             loss, in the thread that uses the archive.
-        settings: The monitor's: rounds between evaluations, and the interval of reading the records.
     """
 
     def __init__(

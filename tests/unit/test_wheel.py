@@ -48,6 +48,7 @@ def test_a_wheel_holds_the_configs_the_page_the_licences_and_both_commands(wheel
         page = ROOT / "spes_p2p" / "monitor" / "page" / "static"
         for path in page.iterdir():
             assert archive.read(f"spes_p2p/monitor/page/static/{path.name}") == path.read_bytes()
+        assert "spes_p2p/monitor/model_card.md" in names
         (scripts,) = (name for name in names if name.endswith("entry_points.txt"))
         assert {b"spes = spes_p2p.__main__:main", b"spes_p2p = spes_p2p.__main__:main"} <= set(
             archive.read(scripts).splitlines()
