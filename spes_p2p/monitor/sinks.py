@@ -72,10 +72,8 @@ class Sinks:
         events = self._log.of(view, is_last=is_last)
         for place in self._places:
             place.backlog.extend(events)
-            if place.sink is None and time.monotonic() >= place.retry_at:
-                self._open_again(place)
-            if place.sink is not None:
-                self._pass_on(place, place.sink, view)
+            if place.sink is not None or time.monotonic() >= place.retry_at:
+                self._pass_on(place, view)
 
     def close(self) -> None:
         """Pass the last round on, though it may lack reports, and close all sinks."""
@@ -89,27 +87,25 @@ class Sinks:
             if place.sink is None or place.backlog:
                 log.error("%s lacks the last %d events of this watch", place.name, len(place.backlog))
 
-    def _pass_on(self, place: _Place, sink: Sink, view: SwarmView) -> None:
+    def _pass_on(self, place: _Place, view: SwarmView) -> None:
+        sink = place.sink
         try:
+            if sink is None:
+                sink = place.sink = place.open()
+                log.info("%s goes on", place.name)
             while place.backlog:
                 sink.take(place.backlog[0], view)
                 place.backlog.popleft()
             sink.update(view)
-        except (OSError, SinkError) as error:
-            place.sink = None
+        except (OSError, SpesError) as error:
             place.retry_at = time.monotonic() + self._retry_seconds
+            if sink is None:
+                log.debug("%s does not open: %s", place.name, error)
+                return
+            place.sink = None
             log.warning("dropping %s: %s; trying again every %.0f s", place.name, error, self._retry_seconds)
             with contextlib.suppress(OSError, SinkError):
                 sink.close()
-
-    def _open_again(self, place: _Place) -> None:
-        place.retry_at = time.monotonic() + self._retry_seconds
-        try:
-            place.sink = place.open()
-        except (OSError, SpesError) as error:
-            log.debug("%s does not open: %s", place.name, error)
-            return
-        log.info("%s goes on", place.name)
 
 
 # ------------------------------------------------------------------ the console
