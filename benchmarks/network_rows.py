@@ -35,7 +35,7 @@ from spes_p2p.config import CodecConfig, MachineConfig, RunConfig, Storage
 from spes_p2p.config_file import read_settings
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import element_bytes, model_size
-from spes_p2p.planner.traffic import round_traffic, star_traffic
+from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.swarm.p2p import node
 from spes_p2p.swarm.p2p.introductions import Links
 from spes_p2p.swarm.p2p.rate_limit import PAYLOAD_SHARE
@@ -298,11 +298,11 @@ def planned(bench: Bench) -> Iterator[Row]:
     low_bits = run.model_copy(update={"codecs": codecs})
     size = model_size(run.model, run.data.vocab_size)
     ours = round_traffic(size, PLANNED_SLOTS, PEERS, Setup.of(low_bits, MachineConfig(), None)).total
-    star = star_traffic(size, PLANNED_SLOTS)
+    sent, received = 4 * size.trained_params(PLANNED_SLOTS), 4 * size.total_params
     what = f"SPES 7B, {PEERS} peers, int4, bytes of a peer's round / of a peer's with SPES's server in fp32"
     for way, share in (
-        ("received", ours / star.received),
-        ("sent and received", 2 * ours / (star.sent + star.received)),
+        ("received", ours / received),
+        ("sent and received", 2 * ours / (sent + received)),
     ):
         yield Row(f"{what}: {way}", f"1/{1 / share:.1f}", "1/7", share <= MAX_SHARE)
     name = "held-out loss after 300 steps, int4 deltas, int8 moments and frozen experts, instead of fp32 everywhere"

@@ -40,7 +40,7 @@ from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.planner.memory import Setup, peer_memory, with_programs
 from spes_p2p.planner.size import model_size, run_size
-from spes_p2p.planner.traffic import newcomer_bytes, round_traffic, star_traffic
+from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.sim.simulator import Scenario, simulate
 from spes_p2p.sim.sweep import load_sweep, stored_runs
 from spes_p2p.swarm.certificate import MemberEntry, genesis
@@ -292,11 +292,11 @@ def plan_rows(_: Path) -> Iterator[Row]:
     """Yield what a round of 7B moves as `home_7b` ships, and what a newcomer to half of its layers fetches."""
     run = RunConfig.model_validate(yaml.safe_load(HOME.read_text())["run"])
     size = model_size(run.model, run.data.vocab_size)
-    star = star_traffic(size, HOME_SLOTS)
+    sent, received = 4 * size.trained_params(HOME_SLOTS), 4 * size.total_params  # a peer of SPES and its server, fp32
     for refresh, most in ((None, MAX_ROUND_GB), (8, MAX_BUDGET_GB)):
         setup = Setup.of(run, MachineConfig(refresh_slots=refresh), None)
         total = round_traffic(size, HOME_SLOTS, HOME_PEERS, setup).total
-        share = (star.sent + star.received) / (2 * total)
+        share = (sent + received) / (2 * total)
         what = (
             "all slots refreshed"
             if refresh is None

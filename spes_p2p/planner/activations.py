@@ -17,12 +17,9 @@ LOGITS_BYTES = 2**28
 
 
 def head_rows(num_tokens: int, vocab_size: int, precision: Literal["fp32", "bf16"]) -> int | None:
-    """Return the tokens whose logits are in memory at once, or None for all, with their log-softmax and gradients.
+    """Return the tokens of a microbatch whose logits are in memory at once, or None for all.
 
-    Args:
-        num_tokens: Of a microbatch.
-        vocab_size: Entries of the vocabulary.
-        precision: The run's precision; in bf16 a chunk has a rounded copy.
+    A chunk has its log-softmax and gradients, and in bf16 a rounded copy.
     """
     if 3 * WIDE * vocab_size * num_tokens <= LOGITS_BYTES:
         return None
@@ -35,33 +32,18 @@ def _chunk_bytes(precision: Literal["fp32", "bf16"]) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """Activation memory of one rank's forward and backward pass.
-
-    Assumes experts in an `ExpertBank`.
-
-    Attributes:
-        model: Shapes of the model.
-        vocab_size: Width of the logits.
-        sequences: Sequences of one microbatch.
-        sequence_length: Tokens per sequence.
-        precision: The run's precision.
-        checkpointing: Whether only each layer's input is kept, and the rest computed again.
-        keeps_scores: Whether attention is `eager`; other kernels never have all scores in memory.
-        keeps_masks: Whether attention is `sdpa` over separate documents: each layer keeps a mask as numbers.
-        has_frozen_base: Whether adapters are trained: a matrix of the base is made dense for one product at a time.
-        stacks_experts: Whether the kernel takes a layer's experts as one tensor, as the one for GPUs does.
-    """
+    """Activation memory of one rank's forward and backward pass, with experts in an `ExpertBank`."""
 
     model: ModelConfig
-    vocab_size: int
-    sequences: int
+    vocab_size: int  # width of the logits
+    sequences: int  # of one microbatch
     sequence_length: int
     precision: Literal["fp32", "bf16"] = "fp32"
-    checkpointing: bool = False
-    keeps_scores: bool = False
-    keeps_masks: bool = False
-    has_frozen_base: bool = False
-    stacks_experts: bool = False
+    checkpointing: bool = False  # whether only each layer's input is kept, and the rest computed again
+    keeps_scores: bool = False  # whether attention is `eager`; other kernels never have all scores in memory
+    keeps_masks: bool = False  # whether attention is `sdpa` over separate documents: each layer keeps a mask as numbers
+    has_frozen_base: bool = False  # adapters are trained: a matrix of the base is made dense for one product at a time
+    stacks_experts: bool = False  # whether the kernel takes a layer's experts as one tensor, as the one for GPUs does
 
     @property
     def tokens(self) -> int:

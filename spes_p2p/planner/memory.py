@@ -1,68 +1,49 @@
-"""The memory that a peer needs, the slots that fit, and what to set if they do not."""
+"""The memory that a peer needs, and the slots that fit.
+
+Legend: S shared parameters, P parameters of a slot, E slots, C claimed slots, L layers, N = S + C P trained parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from spes_p2p.codecs.kept import INT8_BLOCK
-from spes_p2p.config import (
-    CodecConfig,
-    MachineConfig,
-    OptimizerName,
-    RunConfig,
-    Storage,
-    sequences_at_once,
-)
+from spes_p2p.config import CodecConfig, MachineConfig, OptimizerName, RunConfig, Storage, sequences_at_once
 from spes_p2p.errors import ConfigError
 from spes_p2p.planner.activations import NARROW, Activations
 from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
 
+FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
+"""Bytes per frozen parameter; int8 and nf4 have an fp32 scale per block, nf4's of 64."""
+EIGHT_BIT_BYTES = 1 + 4 / 256
+"""Bytes of an 8-bit moment, with an fp32 scale per block of 256."""
+PEER_PROGRAM_BYTES, RANK_PROGRAM_BYTES = 800_000_000, 250_000_000
+"""Proportional set size of a peer's processes without a model, and of each further rank (docs/planning.md)."""
+
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of run and machine that determine a peer's memory and traffic.
+    """The settings of run and machine that determine a peer's memory and traffic."""
 
-    Attributes:
-        storage: Precision of the frozen experts.
-        optimizer: Inner optimizer.
-        averaged_moments: Number of its moments that are averaged with the deltas of `shared`.
-        copies: Fewest peers that should hold a slot.
-        outer_momentum: Whether anchors have an outer momentum, which travels with them.
-        codecs: Codecs of deltas and averaged moments.
-        refresh_slots: Other peers' slots fetched per round; None fetches all.
-        merges: Whether similar experts are merged.
-        num_ranks: Processes of the peer on this machine.
-        shard: `ddp`: each rank holds all that is trained; `fsdp`: a shard of it. Frozen experts are never sharded.
-        on_gpu: Whether each rank trains on its own GPU, so that only the swarm's vectors are on the host.
-        activations: One forward pass of a rank; None leaves activations out.
-        accumulates: Whether a rank's step has several forward passes.
-        gradient_bytes: Bytes of one parameter's gradient: 4, or 2 if the machine keeps gradients in bf16.
-        base: Precision of the documents of an adapters' base.
-        kept: The form in which slots travel to peers that do not train them; None if these take fp32 versions.
-        is_alone: Whether the run has no other peer, with which it would exchange anything.
-        programs: Bytes of Python, its libraries and the peer's other processes; see `with_programs`.
-    """
-
-    storage: Storage = "bf16"
+    storage: Storage = "bf16"  # of frozen experts
     optimizer: OptimizerName = "adamw"
-    averaged_moments: int = 2
-    copies: int = 1
-    outer_momentum: bool = False
+    averaged_moments: int = 2  # moments that are averaged with the deltas of `shared`
+    copies: int = 1  # fewest peers that should hold a slot
+    outer_momentum: bool = False  # whether anchors have one, which travels with them
     codecs: CodecConfig = field(default_factory=CodecConfig)
-    refresh_slots: int | None = None
-    merges: bool = False
+    refresh_slots: int | None = None  # others' slots fetched per round; None fetches all
+    merges: bool = False  # whether similar experts are merged
     num_ranks: int = 1
-    shard: Literal["ddp", "fsdp"] = "ddp"
-    on_gpu: bool = False
-    activations: Activations | None = None
-    accumulates: bool = False
+    shard: Literal["ddp", "fsdp"] = "ddp"  # frozen experts are never sharded
+    on_gpu: bool = False  # whether each rank has a GPU, so that only the swarm's vectors are on the host
+    activations: Activations | None = None  # of a rank's forward pass; None leaves them out
+    accumulates: bool = False  # whether a rank's step has several forward passes
     gradient_bytes: Literal[4, 2] = 4
-    base: Storage = "bf16"
-    kept: Storage | None = None
-    is_alone: bool = False
-    programs: int = 0
+    base: Storage = "bf16"  # of the documents of an adapters' base
+    kept: Storage | None = None  # form in which slots travel to peers that do not train them; None for fp32 versions
+    is_alone: bool = False  # whether the run has no other peer
+    programs: int = 0  # bytes of Python, its libraries and the peer's other processes; see `with_programs`
 
     @classmethod
     def of(
@@ -119,18 +100,13 @@ class Setup:
 
     @property
     def slot_moments(self) -> int:
-        """Number of moments that are averaged with the deltas of a slot: Muon keeps one of matrices."""
+        """Moments that are averaged with the deltas of a slot: Muon keeps one of matrices."""
         return min(self.averaged_moments, 1) if self.optimizer == "muon" else self.averaged_moments
 
-
-FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
-"""Bytes per frozen parameter; int8 and nf4 have an fp32 scale per block, nf4's of 64."""
-MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lamb": 2, "muon": 2}
-"""Moments per parameter; Muon keeps one of the matrices, and AdamW's two of the rest."""
-EIGHT_BIT_BYTES = 1 + 4 / 256
-"""Bytes of an 8-bit moment, with an fp32 scale per block of 256."""
-PEER_PROGRAM_BYTES, RANK_PROGRAM_BYTES = 800_000_000, 250_000_000
-"""Proportional set size of a peer's five processes without a model, and of each further rank (docs/planning.md)."""
+    @property
+    def anchors(self) -> int:
+        """fp32 vectors in a version: 2 with outer momentum."""
+        return 1 + self.outer_momentum
 
 
 def with_programs(setup: Setup) -> Setup:
@@ -140,32 +116,18 @@ def with_programs(setup: Setup) -> Setup:
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Bytes by part: the first seven of each rank, the next three of the leader's host.
-
-    Attributes:
-        shared_weights: 4 S.
-        slot_weights: 4 C P.
-        gradients: 4 N for N trained parameters; freed at a round's end.
-        optimizer: 8 N for AdamW.
-        frozen: b M for M frozen parameters of b bytes.
-        activations: See `Activations.num_bytes`; only while training.
-        gathered: Parameters and gradients of other ranks; see `gathered_bytes`.
-        vectors: Flat vectors held between rounds; see `vector_bytes`.
-        round_vectors: Flat vectors at their peak, at a round's end.
-        loading: Models and flat vectors while the peer joins.
-        setup: The peer's settings, on which the sums depend.
-    """
+    """Bytes by part: the first seven of each rank, the next three of the leader's host."""
 
     shared_weights: int
     slot_weights: int
-    gradients: int
+    gradients: int  # freed at a round's end
     optimizer: int
     frozen: int
-    activations: int
-    gathered: int
-    vectors: int
-    round_vectors: int
-    loading: int
+    activations: int  # only while training
+    gathered: int  # parameters and gradients of other ranks
+    vectors: int  # flat vectors held between rounds
+    round_vectors: int  # at their peak, at a round's end
+    loading: int  # models and flat vectors while the peer joins
     setup: Setup
 
     @property
@@ -207,21 +169,14 @@ class PeerMemory:
 
 
 def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
-    """Return the memory of a peer that trains `claimed` slots, without its data.
-
-    Args:
-        size: Result of `model_size`.
-        claimed: C, in [0, E].
-        setup: The peer's settings.
-    """
+    """Return the memory of a peer that trains `claimed` of the slots, without its data."""
     assert 0 <= claimed <= size.num_slots, f"{claimed} of {size.num_slots} slots"
     shares = setup.num_ranks if setup.shard == "fsdp" else 1
-    trained = size.trained_params(claimed)
     held, peak = vector_bytes(size, claimed, setup)
     return PeerMemory(
         shared_weights=FP32 * size.shared_params // shares,
         slot_weights=FP32 * claimed * size.slot_params // shares,
-        gradients=setup.gradient_bytes * trained // shares,
+        gradients=setup.gradient_bytes * size.trained_params(claimed) // shares,
         optimizer=optimizer_bytes(size, claimed, setup.optimizer) // shares,
         frozen=frozen_bytes(size, claimed, setup.storage),
         activations=setup.activations.num_bytes if setup.activations else 0,
@@ -234,11 +189,7 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
 
 
 def frozen_bytes(size: ModelSize, claimed: int, storage: Storage) -> int:
-    """Return the bytes of what a peer with `claimed` slots holds frozen.
-
-    Without adapters that is `b M` for M parameters of b bytes. With adapters it is the whole base, and in fp32 the
-    factors of slots that others train.
-    """
+    """Return the bytes that a peer holds frozen: with adapters the base, and in fp32 the factors of others' slots."""
     if not size.is_adapted:
         return round(FROZEN_BYTES[storage] * size.frozen_params(claimed))
     return base_bytes(size, storage) + FP32 * size.frozen_params(claimed)
@@ -260,17 +211,16 @@ def optimizer_bytes(size: ModelSize, claimed: int, optimizer: OptimizerName) -> 
     if optimizer == "muon":
         return FP32 * (2 * trained - size.matrix_params - claimed * size.slot_params)
     if optimizer != "adamw8bit":
-        return FP32 * MOMENTS[optimizer] * trained
+        return 2 * FP32 * trained
     small = size.small_shared_params + claimed * size.small_slot_params
-    return round(MOMENTS[optimizer] * (FP32 * small + EIGHT_BIT_BYTES * (trained - small)))
+    return round(2 * (FP32 * small + EIGHT_BIT_BYTES * (trained - small)))
 
 
 def gathered_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     """Return the bytes that each of several ranks needs to exchange parameters and gradients.
 
     DDP's buckets take 4 N. FSDP (an estimate) gathers weights and gradients of the embedding and the head for a whole
-    step, and those of one layer at a time with the next layer's weights. It keeps gradients unsharded if a step has
-    several forward passes.
+    step, those of one layer at a time with the next layer's weights, and keeps gradients whole while it accumulates.
     """
     trained = size.trained_params(claimed)
     if setup.num_ranks == 1:
@@ -282,6 +232,43 @@ def gathered_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     return FP32 * (2 * (size.shared_params - size.matrix_params) + 3 * layer + gradients)
 
 
+@dataclass(frozen=True)
+class _Vectors:
+    """Flat vectors of the trained parameters of one kind, `shared` or slots."""
+
+    numel: int
+    largest: int  # parameters of one vector
+    copies: int  # fp32 vectors in a contribution: the delta, and the averaged moments
+    encoded: float  # bytes per parameter of an encoded contribution, with moments
+    is_exact: bool  # whether the codec of deltas is lossless
+
+    @property
+    def made_bytes(self) -> float:
+        """Bytes per parameter of a contribution while it is read, put together with its moments, and encoded."""
+        if self.copies > 1:
+            return 2 * FP32 * self.copies
+        return 0.0 if self.is_exact else FP32 + self.encoded
+
+
+def _vectors(size: ModelSize, claimed: int, setup: Setup) -> list[_Vectors]:
+    """Return the vectors of the shared parameters and of the claimed slots."""
+    moment, codecs = element_bytes(setup.codecs.moments), setup.codecs
+    kinds = (
+        (size.shared_params, 1, codecs.shared, setup.averaged_moments),
+        (size.slot_params, claimed, codecs.slots, setup.slot_moments),
+    )
+    return [
+        _Vectors(
+            numel=count * numel,
+            largest=numel if count else 0,
+            copies=1 + moments,
+            encoded=element_bytes(codec) + moments * moment,
+            is_exact=is_exact(codec),
+        )
+        for numel, count, codec, moments in kinds
+    ]
+
+
 def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]:
     """Return the bytes of a leader's flat vectors, between rounds and at their peak.
 
@@ -291,8 +278,7 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     outputs), with a lossy codec 2 (new residuals), the kept forms of the trained slots, and the larger of two sums:
 
     - what is brought: 4 + e of the largest vector, which is read and encoded by itself, or 8 k with averaged moments;
-      nothing if k = 1 and the codec is exact, because it is sent from where it is read; where FSDP shards, each
-      other rank puts the vector together, too;
+      nothing if k = 1 and the codec is exact; with FSDP each other rank puts the vector together, too;
     - results: 4 k decoded, unless exact, which take no memory of their own; and the largest of: all slots for the merge
       (E P, and a layer of them three times more), versions to publish (a, unless they take the memory of a decoded
       result), and a fetched slot (3 a P).
@@ -301,83 +287,22 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
     """
-    vectors = _group_vectors(size, claimed, setup)
-    num_sides = 1 if setup.is_alone else 2  # inputs, and outputs
+    vectors, anchors = _vectors(size, claimed, setup), setup.anchors
     shifts = claimed * size.slot_params if setup.merges else 0
     every_slot = size.num_slots * size.slot_params
     phases = (
         every_slot + 3 * every_slot // size.num_layers + shifts if setup.merges else 0,
-        sum(group.numel * group.anchors for group in vectors if group.is_exact or group.anchors > 1) + shifts,
-        3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) and not setup.is_alone else 0,
+        sum(each.numel * anchors for each in vectors if each.is_exact or anchors > 1) + shifts,
+        3 * anchors * size.slot_params + shifts if size.frozen_params(claimed) and not setup.is_alone else 0,
     )
     forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
-    held = 0 if setup.is_alone else sum(group.numel * group.residual_bytes for group in vectors)
-    sent = held + num_sides * sum(group.numel * group.encoded for group in vectors)
+    held = 0 if setup.is_alone else sum(each.numel * FP32 // 2 for each in vectors if not each.is_exact)
+    sent = held + (1 if setup.is_alone else 2) * sum(each.numel * each.encoded for each in vectors)
     are_exact = not setup.averaged_moments or is_exact(setup.codecs.moments)
-    results = sum(group.copies * group.numel for group in vectors if not (group.is_exact and are_exact)) + max(phases)
+    results = sum(each.copies * each.numel for each in vectors if not (each.is_exact and are_exact)) + max(phases)
     others = setup.num_ranks - 1 if setup.shard == "fsdp" else 0
-    brought = max(
-        group.largest * (group.made_bytes + others * FP32 * max(1, 2 * group.copies - 2)) for group in vectors
-    )
-    largest = max(brought, FP32 * results)
-    return round(held), round(held + forms + sent + largest)
-
-
-@dataclass(frozen=True)
-class _GroupVectors:
-    """Flat vectors of the trained parameters of one kind.
-
-    Attributes:
-        numel: Number of parameters.
-        largest: Those of one vector.
-        copies: fp32 vectors in a contribution: the delta, and the averaged moments (k).
-        anchors: fp32 vectors in a version: 2 with outer momentum, else 1.
-        encoded: Bytes per parameter of an encoded contribution, with moments.
-        is_exact: Whether the codec of deltas is lossless.
-    """
-
-    numel: int
-    largest: int
-    copies: int
-    anchors: int
-    encoded: float
-    is_exact: bool
-
-    @property
-    def made_bytes(self) -> float:
-        """Bytes per parameter of a contribution while it is read, put together with its moments, and encoded."""
-        if self.copies > 1:
-            return 2 * FP32 * self.copies
-        return 0.0 if self.is_exact else FP32 + self.encoded
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes per parameter of the residuals of results, in the half that a member of two reduces."""
-        return 0 if self.is_exact else FP32 // 2
-
-
-def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupVectors, _GroupVectors]:
-    """Return the vectors of the shared parameters and of the claimed slots."""
-    moment = element_bytes(setup.codecs.moments)
-    shared, slots = setup.codecs.shared, setup.codecs.slots
-    return (
-        _GroupVectors(
-            numel=size.shared_params,
-            largest=size.shared_params,
-            copies=1 + setup.averaged_moments,
-            anchors=1 + setup.outer_momentum,
-            encoded=element_bytes(shared) + setup.averaged_moments * moment,
-            is_exact=is_exact(shared),
-        ),
-        _GroupVectors(
-            numel=claimed * size.slot_params,
-            largest=size.slot_params if claimed else 0,
-            copies=1 + setup.slot_moments,
-            anchors=1 + setup.outer_momentum,
-            encoded=element_bytes(slots) + setup.slot_moments * moment,
-            is_exact=is_exact(slots),
-        ),
-    )
+    brought = max(each.largest * (each.made_bytes + others * FP32 * max(1, 2 * each.copies - 2)) for each in vectors)
+    return held, round(held + forms + sent + max(brought, FP32 * results))
 
 
 def loading_bytes(size: ModelSize, setup: Setup) -> int:
@@ -392,8 +317,7 @@ def loading_bytes(size: ModelSize, setup: Setup) -> int:
             base_bytes(replace(size, base_params=size.base_params - size.expert_params), setup.base),
             round(FROZEN_BYTES[setup.base] * size.slot_base_params),
         )
-    largest = (1 + setup.outer_momentum) * max(size.shared_params, size.slot_params)
-    return setup.num_ranks * models + FP32 * largest
+    return setup.num_ranks * models + FP32 * setup.anchors * max(size.shared_params, size.slot_params)
 
 
 def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
@@ -408,20 +332,18 @@ def disk_bytes(size: ModelSize, claimed: int, num_checkpoints: int, setup: Setup
     a lossy codec has rounded off. With kept forms it has those of all slots, and versions of the slots trained and of
     as many for others. Beside them lies the base of adapters.
     """
-    shared, slots = _group_vectors(size, claimed, setup)
-    state = 3 * size.trained_params(claimed) + sum(each.numel for each in (shared, slots) if not each.is_exact)
+    rounded_off = sum(each.numel for each in _vectors(size, claimed, setup) if not each.is_exact)
     num_slots = size.num_slots if setup.kept is None else 2 * claimed
-    versions = shared.anchors * size.shared_params + num_slots * slots.anchors * size.slot_params
+    versions = setup.anchors * (size.shared_params + num_slots * size.slot_params)
     forms = 0.0 if setup.kept is None else FROZEN_BYTES[setup.kept] * size.num_slots * size.slot_params
     base = base_bytes(size, setup.base) if size.is_adapted else 0
-    return base + num_checkpoints * round(FP32 * (versions + state) + forms)
+    return base + num_checkpoints * round(FP32 * (versions + 3 * size.trained_params(claimed) + rounded_off) + forms)
 
 
 def fits(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> bool:
-    """Tell whether `claimed` slots fit; arguments as in `slots_that_fit`."""
+    """Check whether `claimed` slots fit; arguments as in `slots_that_fit`."""
     memory = peer_memory(size, claimed, setup)
-    host_fits = host_bytes is None or memory.host_bytes <= host_bytes
-    return memory.device_bytes <= memory_bytes and host_fits
+    return memory.device_bytes <= memory_bytes and (host_bytes is None or memory.host_bytes <= host_bytes)
 
 
 def slots_that_fit(size: ModelSize, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> int:
@@ -434,7 +356,7 @@ def slots_that_fit(size: ModelSize, setup: Setup, memory_bytes: int, host_bytes:
         host_bytes: With GPUs, memory of the host; None sets no limit.
 
     Raises:
-        ConfigError: not even one slot fits, or a dense model; tells what is missing, and a remedy.
+        ConfigError: not even one slot fits, or a dense model; tells what is missing, and what takes less.
     """
     least = min(1, size.num_slots)
     fitting = [k for k in range(least, size.num_slots + 1) if fits(size, k, setup, memory_bytes, host_bytes)]
@@ -444,67 +366,27 @@ def slots_that_fit(size: ModelSize, setup: Setup, memory_bytes: int, host_bytes:
 
 
 def shortage(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> str:
-    """Return by how much `claimed` slots do not fit, and what to set instead, in one line."""
-    memory = peer_memory(size, claimed, setup)
+    """Return by how much `claimed` slots do not fit, and which flags take less memory, in one line."""
+    memory, activations = peer_memory(size, claimed, setup), setup.activations
     slots = {0: "the model", 1: "1 slot"}.get(claimed, f"{claimed} slots")
     where, needed, there = "", memory.device_bytes, memory_bytes
     if needed <= there and host_bytes is not None:
         where, needed, there = " on the host", memory.host_bytes, host_bytes
-    said = f"training {slots} needs {_gb(needed)}{where}, {_gb(needed - there)} more than the {_gb(there)} there are; "
-    return said + _remedy(size, claimed, setup, memory_bytes, host_bytes)
-
-
-def _remedy(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None) -> str:
     most = max((k for k in range(1, claimed) if fits(size, k, setup, memory_bytes, host_bytes)), default=0)
+    savers = {
+        "--storage nf4": setup.kept is None and setup.storage != "nf4",
+        "--inner-optimizer adamw8bit": setup.optimizer == "adamw" and setup.shard == "ddp",
+        "--gradients bf16": setup.optimizer == "adamw8bit" and setup.gradient_bytes == FP32 and setup.num_ranks == 1,
+        "--micro-batch-size 1": activations is not None and activations.sequences > 1,
+        "--activation-checkpointing": activations is not None and not activations.checkpointing,
+    }
     ways = [f"claim at most {most}"] if most else []
-    for flags, other in _smaller_setups(setup):
-        if fits(size, claimed, other, memory_bytes, host_bytes):
-            ways.append(f"set {flags} ({_gb(peer_bytes(size, claimed, other))})")
-            break
-    return ", or ".join(ways or ["free some memory or join a run with a smaller model"])
-
-
-def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """Yield flags and setups that make the same steps with less memory, in order of their effect on the result."""
-    # Only 8-bit AdamW may replace an optimizer, AdamW, and it cannot step the shards of FSDP.
-    is_whole = setup.num_ranks == 1 or setup.shard == "ddp"
-    may_shrink = setup.optimizer == "adamw" and is_whole
-    optimizers: list[OptimizerName] = ["adamw", "adamw8bit"] if may_shrink else [setup.optimizer]
-    smaller = [
-        (flags, replace(setup, storage=storage, optimizer=optimizer))
-        for optimizer in optimizers
-        for storage, flags in _smaller_storages(setup, optimizer)
-    ]
-    for flags, other in smaller:
-        for more_flags, activations in _smaller_activations(setup.activations):
-            accumulates = setup.accumulates or "--micro-batch-size 1" in more_flags
-            yield " ".join([*flags, *more_flags]), replace(other, activations=activations, accumulates=accumulates)
-    # bf16 gradients need an 8-bit optimizer and one rank, and accumulate inaccurately.
-    if setup.num_ranks == 1 and not setup.accumulates:
-        for flags, other in smaller:
-            if other.optimizer == "adamw8bit":
-                yield " ".join([*flags, "--gradients bf16"]), replace(other, gradient_bytes=2)
-
-
-def _smaller_storages(setup: Setup, optimizer: OptimizerName) -> Iterator[tuple[Storage, list[str]]]:
-    """Yield storages no larger than the setup's that the run allows, and the flags that set them and the optimizer."""
-    for storage in get_args(Storage) if setup.kept is None else (setup.storage,):
-        if FROZEN_BYTES[storage] <= FROZEN_BYTES[setup.storage]:
-            flags = [f"--storage {storage}"] if storage != setup.storage else []
-            yield storage, flags + ([f"--inner-optimizer {optimizer}"] if optimizer != setup.optimizer else [])
-
-
-def _smaller_activations(activations: Activations | None) -> Iterator[tuple[list[str], Activations | None]]:
-    yield [], activations
-    if activations is None:
-        return
-    smallest = replace(activations, sequences=1)
-    if activations.sequences > 1:
-        yield ["--micro-batch-size 1"], smallest
-    if not activations.checkpointing:
-        yield ["--activation-checkpointing"], replace(activations, checkpointing=True)
-        if activations.sequences > 1:
-            yield ["--micro-batch-size 1", "--activation-checkpointing"], replace(smallest, checkpointing=True)
+    if flags := [flag for flag, helps in savers.items() if helps]:
+        ways.append(f"save memory with {', '.join(flags)}")
+    return (
+        f"training {slots} needs {_gb(needed)}{where}, {_gb(needed - there)} more than the {_gb(there)} there are; "
+        f"{', or '.join([*ways, 'join a run with a smaller model'])}"
+    )
 
 
 def _gb(num_bytes: int) -> str:

@@ -29,30 +29,19 @@ Kind = Literal["table", "matrix", "vector"]
 class ModelSize:
     """A model's numbers of parameters; the whole has S + E P."""
 
-    shared_params: int
-    """S: parameters outside the experts, tied ones counted once."""
-    slot_params: int
-    """P: parameters of one expert in every layer."""
-    num_slots: int
-    """E."""
-    matrix_params: int = 0
-    """Shared parameters that Muon takes: matrices of attention and routers."""
-    small_shared_params: int = 0
-    """Shared parameters in tensors too small for 8-bit state."""
-    small_slot_params: int = 0
-    """A slot's parameters in tensors too small for 8-bit state."""
-    num_layers: int = 1
-    """L."""
-    base_params: int = 0
-    """Of a run with adapters: parameters of the frozen base's matrices, which a machine holds in its storage."""
-    table_params: int = 0
-    """The base's embedding and head, in bf16 unless the storage is fp32."""
-    kept_params: int = 0
-    """The base's norms, biases and routers, in fp32."""
-    expert_params: int = 0
-    """The base's matrices of experts."""
-    slot_base_params: int = 0
-    """Those of one expert of every layer, which one document holds."""
+    shared_params: int  # S: outside the experts, tied ones counted once
+    slot_params: int  # P: of one expert in every layer
+    num_slots: int  # E
+    matrix_params: int = 0  # shared ones that Muon takes: matrices of attention and routers
+    small_shared_params: int = 0  # shared ones in tensors too small for 8-bit state
+    small_slot_params: int = 0  # a slot's in tensors too small for 8-bit state
+    num_layers: int = 1  # L
+    # Of a run with adapters, the base:
+    base_params: int = 0  # of its matrices, which a machine holds in its storage
+    table_params: int = 0  # of the embedding and head, in bf16 unless the storage is fp32
+    kept_params: int = 0  # of norms, biases and routers, in fp32
+    expert_params: int = 0  # of the matrices of experts
+    slot_base_params: int = 0  # of one expert of every layer, which one document holds
 
     @property
     def is_adapted(self) -> bool:

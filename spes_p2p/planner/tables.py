@@ -14,7 +14,6 @@ from spes_p2p.planner.traffic import (
     TRAINING_SHARE,
     RoundTraffic,
     least_training_seconds,
-    star_traffic,
     training_seconds,
     transfer_seconds,
 )
@@ -64,35 +63,30 @@ def _adapter_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int) 
 
 def memory_lines(memory: PeerMemory) -> Iterator[str]:
     """Yield the peer's memory by part."""
-    setup = memory.setup
+    setup, activations, on_gpu = memory.setup, memory.setup.activations, memory.setup.on_gpu
     each = f" of each of {setup.num_ranks} ranks ({setup.shard})" if setup.num_ranks > 1 else ""
+    base = "base" if activations and activations.has_frozen_base else "experts"
+    kept = f"{'checkpointed, ' if activations.checkpointing else ''}{activations.tokens} tokens" if activations else ""
+    rows = {
+        "weights, shared": memory.shared_weights,
+        "weights, slots": memory.slot_weights,
+        "gradients": memory.gradients,
+        f"optimizer state, {setup.optimizer}": memory.optimizer,
+        f"frozen {base}, {setup.storage}": memory.frozen,
+        "= static": memory.static_bytes,
+        f"activations, {kept} (estimate)": memory.activations if activations else None,
+        "gathered for the other ranks, or from them": memory.gathered or None,
+        "= on a GPU": memory.device_bytes if on_gpu else None,
+        "= all ranks": setup.num_ranks * memory.rank_bytes if setup.num_ranks > 1 and not on_gpu else None,
+        "vectors held between rounds": None if on_gpu else memory.vectors,
+        "Python, its libraries, and helper processes": setup.programs,
+        "= training": None if on_gpu else memory.training_bytes,
+        "= on the host, at a round's end" if on_gpu else "= at a round's end, without gradients": memory.round_bytes,
+        "= on the host, at the start" if on_gpu else "= at the start": memory.startup_bytes,
+    }
     yield ""
     yield f"{f'memory{each}':<50}{'GB':>10}"
-    yield _row("weights, shared", memory.shared_weights)
-    yield _row("weights, slots", memory.slot_weights)
-    yield _row("gradients", memory.gradients)
-    yield _row(f"optimizer state, {setup.optimizer}", memory.optimizer)
-    has_base = setup.activations is not None and setup.activations.has_frozen_base
-    yield _row(f"frozen {'base' if has_base else 'experts'}, {setup.storage}", memory.frozen)
-    yield _row("= static", memory.static_bytes)
-    if setup.activations is not None:
-        kept = "checkpointed, " if setup.activations.checkpointing else ""
-        yield _row(f"activations, {kept}{setup.activations.tokens} tokens (estimate)", memory.activations)
-    if memory.gathered:
-        yield _row("gathered for the other ranks, or from them", memory.gathered)
-    if setup.on_gpu:
-        yield _row("= on a GPU", memory.device_bytes)
-        yield _row("Python, its libraries, and helper processes", setup.programs)
-        yield _row("= on the host, at a round's end", memory.round_bytes)
-        yield _row("= on the host, at the start", memory.startup_bytes)
-        return
-    if setup.num_ranks > 1:
-        yield _row("= all ranks", setup.num_ranks * memory.rank_bytes)
-    yield _row("vectors held between rounds", memory.vectors)
-    yield _row("Python, its libraries, and helper processes", setup.programs)
-    yield _row("= training", memory.training_bytes)
-    yield _row("= at a round's end, without gradients", memory.round_bytes)
-    yield _row("= at the start", memory.startup_bytes)
+    yield from (_row(name, num_bytes) for name, num_bytes in rows.items() if num_bytes is not None)
 
 
 def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claimed: int) -> Iterator[str]:
@@ -105,14 +99,6 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
     if traffic.replicated:
         yield _row("replicating slots with too few holders", traffic.replicated, traffic.replicated)
     yield _row("= in all", traffic.total, traffic.total)
-    star = star_traffic(size, claimed)
-    yield _row("SPES's star in fp32, each of its peers", star.sent, star.received)
-    yield _row("- and its server", num_peers * star.received, num_peers * star.sent)
-    if traffic.total:
-        both = (star.sent + star.received) / (2 * traffic.total)
-        up, down = star.sent / traffic.total, star.received / traffic.total
-        here = "- this plan, as a fraction of the star's peer"
-        yield f"  {here:<48}{_fraction(up):>10}{_fraction(down):>10}   {_fraction(both)} of both"
     if num_peers * claimed < size.num_slots:
         yield f"  they hold {num_peers * claimed} of {size.num_slots} slots: no peer trains the others"
 
@@ -159,7 +145,7 @@ def time_lines(
     lasting = training + least.total
     yield f"  {'training':<48}{training:>10.0f}   {training / lasting:.0%} of the round"
     if training < TRAINING_SHARE * lasting:
-        longer = _longer_rounds(run, tokens_per_second, least_training_seconds(run, least))
+        longer = _longer_rounds(run, tokens_per_second, least_training_seconds(least))
         yield f"  {f'- rounds that train {TRAINING_SHARE:.0%} of their time':<48}{'':>10}   {longer}"
     step_tokens = run.train.batch_size * run.data.sequence_length
     steps = training * tokens_per_second / step_tokens
@@ -176,10 +162,6 @@ def _longer_rounds(run: RunConfig, tokens_per_second: float, seconds: float) -> 
         return f"longer than the longest round, {MAX_ROUND_SECONDS:.0f} s; send less (--run.codecs.*)"
     flags = f"--run.round.min-seconds {math.ceil(seconds)}"
     return flags + f" --run.round.max-seconds {math.ceil(seconds)}" * (seconds > run.round.max_seconds)
-
-
-def _fraction(times_less: float) -> str:
-    return f"1/{times_less:.1f}" if times_less >= 1 else f"{1 / times_less:.1f}x"
 
 
 def _row(name: str, *num_bytes: int) -> str:

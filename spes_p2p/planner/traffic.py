@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.config.run import MAX_PHASE_SECONDS, MAX_ROUND_SECONDS
@@ -24,19 +23,12 @@ MAX_GROWING, GROWING_SHARE = 15, 1 / 20
 
 @dataclass(frozen=True)
 class RoundTraffic:
-    """Bytes that each of several equal peers sends, and receives, in one round.
+    """Bytes that each of several equal peers sends, and receives, in one round."""
 
-    Attributes:
-        shared: Averaging the shared parameters.
-        slots: Averaging the claimed slots with their other holders.
-        fetched: Fetching other peers' slots, and serving its own.
-        replicated: Sending replicas the means of slots with too few holders, and receiving such means.
-    """
-
-    shared: int
-    slots: int
-    fetched: int
-    replicated: int = 0
+    shared: int  # averaging the shared parameters
+    slots: int  # averaging the claimed slots with their other holders
+    fetched: int  # fetching other peers' slots, and serving its own
+    replicated: int = 0  # sending replicas the means of slots with too few holders, and receiving such means
 
     @property
     def averaged(self) -> int:
@@ -55,12 +47,6 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
     with the deltas every `moments_interval` rounds, and count with their mean.
 
     Source: the bound of the WAN study, `[2 S (N - 1) + X (N - 1) + X (h - 1)] / N` with X = E P and h = N C / E.
-
-    Args:
-        size: Result of `model_size`.
-        claimed: Slots that each peer holds, C.
-        num_peers: Peers in the round, N.
-        setup: Codecs, averaged moments and outer momentum.
     """
     codecs = setup.codecs
     moment = element_bytes(codecs.moments) / codecs.moments_interval
@@ -96,36 +82,12 @@ def _form_bytes(setup: Setup) -> float:
 
 
 def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
-    """Return the number of replicas that peers keep of others' slots, if claims cover the slots evenly.
-
-    Args:
-        covered: Slots with a holder.
-        claims: Claims of all peers.
-        num_peers: Peers in the round, N.
-        copies: Fewest peers that should hold a slot.
-    """
+    """Return the number of replicas that peers keep of others' slots, if `claims` cover the `covered` slots evenly."""
     if not covered:
         return 0
     least, more = divmod(claims, covered)
     wanted = min(copies, num_peers)
     return (covered - more) * max(0, wanted - least) + more * max(0, wanted - least - 1)
-
-
-class StarTraffic(NamedTuple):
-    """Bytes of one peer in one round of SPES, which has a server and sends everything in fp32."""
-
-    sent: int
-    received: int
-
-
-def star_traffic(size: ModelSize, claimed: int) -> StarTraffic:
-    """Return what each of SPES's peers exchanges with its server in a round, for C claimed slots.
-
-    It sends what it trains, `4 (S + C P)`, and receives the whole model, `4 (S + E P)`.
-
-    Source: SPES (https://arxiv.org/abs/2602.11543), and its code.
-    """
-    return StarTraffic(FP32 * size.trained_params(claimed), FP32 * size.total_params)
 
 
 @dataclass(frozen=True)
@@ -141,13 +103,7 @@ class RoundSeconds:
 
 
 def transfer_seconds(traffic: RoundTraffic, uplink_mbit: float, downlink_mbit: float) -> RoundSeconds:
-    """Return the least seconds of each phase, without latency and matchmaking; see docs/planning.md for measured ones.
-
-    Args:
-        traffic: Traffic of one peer.
-        uplink_mbit: Uplink of every peer, in 10^6 bits per second.
-        downlink_mbit: Downlink of every peer.
-    """
+    """Return the least seconds of each phase at the links' 10^6 bits per second, without latency and matchmaking."""
     bits_per_second = 1e6 * min(uplink_mbit, downlink_mbit)
     averaged = traffic.averaged + traffic.replicated
     return RoundSeconds(8 * averaged / bits_per_second, 8 * traffic.fetched / bits_per_second)
@@ -159,20 +115,14 @@ def of_moments_round(setup: Setup) -> Setup:
 
 
 def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float) -> float:
-    """Return the seconds that a round trains.
-
-    Args:
-        run: The run's settings.
-        num_peers: Peers that share the round's tokens in mode `tokens`.
-        tokens_per_second: Speed of each peer.
-    """
+    """Return the seconds that a round trains; in mode `tokens` the peers share its tokens."""
     if run.round.mode == "steps":
         return run.round.steps * run.train.batch_size * run.data.sequence_length / tokens_per_second
     seconds = run.round_tokens / (num_peers * tokens_per_second)
     return min(max(seconds, run.round.min_seconds), run.round.max_seconds)
 
 
-def least_training_seconds(run: RunConfig, least: RoundSeconds) -> float:
+def least_training_seconds(least: RoundSeconds) -> float:
     """Return the training time from which on TRAINING_SHARE of a round trains."""
     return least.total * TRAINING_SHARE / (1 - TRAINING_SHARE)
 
@@ -197,7 +147,7 @@ def rounds_for_links(
     changes: dict[str, int | float] = {}
     if rounds.mode == "tokens" and "min_seconds" not in chosen:
         longest = rounds.max_seconds if "max_seconds" in chosen else MAX_ROUND_SECONDS
-        seconds = min(math.ceil(least_training_seconds(run, least)), longest)
+        seconds = min(math.ceil(least_training_seconds(least)), longest)
         if seconds > rounds.min_seconds:
             changes |= {"min_seconds": float(seconds), "max_seconds": float(max(seconds, rounds.max_seconds))}
             if "growing" not in chosen and not is_trained:

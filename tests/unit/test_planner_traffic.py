@@ -24,7 +24,6 @@ from spes_p2p.planner.traffic import (
     of_moments_round,
     round_traffic,
     rounds_for_links,
-    star_traffic,
     training_seconds,
     transfer_seconds,
 )
@@ -127,15 +126,6 @@ def test_a_newcomer_fetches_the_model_and_the_masters_of_what_it_trains() -> Non
     size, none = ModelSize(1000, 300, 8), Setup(averaged_moments=0)
     assert newcomer_bytes(size, 2, none) == 4 * 3400
     assert newcomer_bytes(size, 2, replace(none, kept="bf16")) == 4 * 1000 + 2 * 8 * 300 + 2 * 4 * 300
-
-
-@given(peers=st.integers(2, 100), slots=st.integers(1, 64), slot=st.integers(1, 10**9))
-def test_a_star_sends_what_its_peers_train_and_returns_the_model(peers: int, slots: int, slot: int) -> None:
-    """Facts: wan 2; 36 up and 84 down for 20 MB shared and 16 x 4 MB experts at four peers."""
-    star = star_traffic(ModelSize(5, slot, 64), slots)
-    assert (star.sent, star.received) == (4 * (5 + slots * slot), 4 * (5 + 64 * slot))
-    study = star_traffic(ModelSize(5 * 2**20, 2**20, 16), 4)
-    assert (study.sent, study.received) == (36 * 2**20, 84 * 2**20)
 
 
 def test_slots_without_a_holder_are_not_fetched() -> None:
