@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
-exec "${SPES_VENV:-.venv}/bin/python" scripts/run_local_experiment.py "$@"
+exec "${SPES_VENV:-.venv}/bin/python" -m spes_p2p local "$@"

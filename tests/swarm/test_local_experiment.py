@@ -42,7 +42,7 @@ def start(commands: Commands, folder: Path, corpus: Path, *words: str | Path, to
     settings = write_settings(folder / "settings.yaml", round={**ROUND, "total": total})
     flags = ["--output", folder / "out", "--cache", corpus.parent / "cache", "--peers", "2"]
     given = [] if "--resume" in words else ["--config", settings, "--text", corpus]
-    return commands.start("scripts/run_local_experiment.py", *flags, *given, *words)
+    return commands.start("-m", "spes_p2p", "local", *flags, *given, *words)
 
 
 def wait_for_round(launcher: Command, peer: Path, number: int, seconds: float = 120.0) -> None:

@@ -396,8 +396,8 @@ def test_an_experiments_output_that_exists_is_left_alone(world: World) -> None:
 
 @pytest.mark.full
 def test_the_scripts_say_it_too(world: World) -> None:
-    scripts = ("peers/run_peer.py", "scripts/run_local_experiment.py")
-    starts = [world.commands.start(script, "--run-id", "r", "--bogus", "--output", world.output) for script in scripts]
+    scripts = (["peers/run_peer.py"], ["-m", "spes_p2p", "local"])
+    starts = [world.commands.start(*script, "--run-id", "r", "--bogus", "--output", world.output) for script in scripts]
     for command in starts:
         assert command.end() == 2
         assert len(command.lines) == 2 and command.lines[0].startswith("error: ") and "--bogus" in command.lines[0]

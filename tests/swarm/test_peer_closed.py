@@ -50,7 +50,7 @@ class Closed:
         return [*self.commands.peer_words(name), *joins]  # without the link for friends
 
     def invite(self) -> str:
-        command = self.commands.start("scripts/invite.py", self.folder / "founder")
+        command = self.commands.start("-m", "spes_p2p", "invite", self.folder / "founder")
         assert command.end(SECONDS) == 0, command.tail()
         return JoinLink.parse(command.lines[0]).invite
 

@@ -562,9 +562,7 @@ def test_a_rank_finds_the_output_that_its_leader_has_begun(tmp_path, monkeypatch
     refuse(PeerConfig(run_id="r", output=tmp_path))
 
 
-@pytest.mark.parametrize(
-    "words", ["peers/run_peer.py", "monitor/run_monitor.py", "scripts/plan.py", "-m spes_p2p", "-m spes_p2p export"]
-)
+@pytest.mark.parametrize("words", ["peers/run_peer.py", "monitor/run_monitor.py", "-m spes_p2p", "-m spes_p2p export"])
 def test_outside_the_environment_the_remedy_is_one_line(words):
     ended = subprocess.run([sys.executable, "-S", *words.split()], capture_output=True, text=True, cwd=ROOT, timeout=60)
     (line,) = ended.stderr.splitlines()

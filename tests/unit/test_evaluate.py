@@ -70,7 +70,7 @@ ZERO_SHOT = evaluate.TaskGroup(("sciq",), None)
 
 def run(*arguments: object, home: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    command = [sys.executable, str(REPOSITORY / "scripts" / "evaluate.py"), *map(str, arguments)]
+    command = [sys.executable, "-m", "spes_p2p", "evaluate", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=REPOSITORY)
 
 
