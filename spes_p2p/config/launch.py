@@ -11,25 +11,20 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from spes_p2p.errors import ConfigError
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch.distributed reads."""
-ONE_PER_NODE = "start one process per node"
-UNSET = "unset RANK and WORLD_SIZE, or start one peer per node with spes cluster"
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a job a node's peer stands.
+    """Where in a job a node's peer stands."""
 
-    Attributes:
-        name: The node's name in the job; the same after a requeue on another machine.
-        num_ranks: Processes of the peer.
-    """
-
-    name: str
+    name: str  # of the node; the same after a requeue on another machine
     num_ranks: int
 
 
@@ -39,29 +34,17 @@ def check_ranks(environ: Mapping[str, str], *, founds: bool = False) -> None:
     Raises:
         ConfigError: torchrun would not set them so.
     """
-    number = {name: _number(environ, name) for name in RANK_VARIABLES if name != "MASTER_ADDR"}
-    rank, world_size, local_rank = number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"]
-    if world_size == 0:
-        raise ConfigError(f"WORLD_SIZE=0: a peer has one rank or more; {UNSET}")
-    if rank and world_size is None:
-        raise ConfigError(f"RANK={rank} without WORLD_SIZE: a peer of one process has rank 0; {UNSET}")
-    if rank is not None and world_size is not None and rank >= world_size:
-        raise ConfigError(f"RANK={rank} does not fit WORLD_SIZE={world_size}, whose ranks begin with 0; {UNSET}")
-    if (world_size or 1) > 1:
-        if rank is None:
-            raise ConfigError(f"WORLD_SIZE={world_size} without RANK: this process has no number; {UNSET}")
-        if local_rank is None:
-            raise ConfigError(
-                f"WORLD_SIZE={world_size} without LOCAL_RANK: torchrun sets both, a scheduler counts nodes; {UNSET}"
-            )
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]:
-            raise ConfigError(f"WORLD_SIZE={world_size} without {missing[0]}: ranks meet there; {UNSET}")
-    if local_rank is not None and local_rank >= (number["LOCAL_WORLD_SIZE"] or world_size or 1):
+    rank, world_size = _number(environ, "RANK") or 0, _number(environ, "WORLD_SIZE", 1)
+    local_rank, local_size = _number(environ, "LOCAL_RANK") or 0, _number(environ, "LOCAL_WORLD_SIZE", world_size)
+    _number(environ, "MASTER_PORT")
+    is_alone = (rank, world_size, local_rank) == (0, 1, 0)
+    is_whole = all(environ.get(name) for name in RANK_VARIABLES if name != "LOCAL_WORLD_SIZE")
+    if not is_alone and not (is_whole and rank < world_size and local_rank < local_size):
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} does not fit {number['LOCAL_WORLD_SIZE'] or world_size or 1} ranks on this "
-            f"machine; unset LOCAL_RANK, or start the ranks with torchrun --nproc-per-node"
+            f"{_shown(environ)}: torchrun sets {', '.join(RANK_VARIABLES)} together; start ranks with it, or one peer "
+            f"per node with spes cluster, or unset RANK and WORLD_SIZE"
         )
-    if founds and (world_size or 1) == 1 and (_number(environ, "SLURM_PROCID") or 0) > 0:
+    if founds and world_size == 1 and _number(environ, "SLURM_PROCID"):
         raise ConfigError(
             f"SLURM_PROCID={environ['SLURM_PROCID']}: each task of srun would found a run of its own; "
             f"start them with spes cluster, or set --initial-peers"
@@ -77,73 +60,49 @@ def place_of(environ: Mapping[str, str], *, on_gpu: bool) -> Place:
     Raises:
         ConfigError: the variables contradict each other, or start several peers on a node.
     """
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    _check_launcher(environ)
-    in_slurm = "SLURM_JOB_ID" in environ
-    if in_slurm:
-        _check_slurm(environ, rank)
-    elif rank is None and (missing := next((name for name in ("WORLD_SIZE", "MASTER_ADDR") if name in environ), "")):
-        raise ConfigError(
-            f"{missing}={environ[missing]} without RANK: all nodes would have one number; "
-            f"set RANK to this node's, 0 or more"
-        )
-    elif rank is not None and world_size is not None and rank >= world_size:
-        raise ConfigError(
-            f"RANK={rank} does not fit WORLD_SIZE={world_size}: nodes are counted from 0; set RANK to {world_size - 1} "
-            f"or less, or WORLD_SIZE to the number of nodes"
-        )
-    task, array = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_ARRAY_TASK_ID")
-    index = task if in_slurm and task is not None else rank
-    parts = [str(part) for part in (array, index) if part is not None]
-    name = "-".join(parts) or re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())
-    return Place(name, _num_ranks(environ, on_gpu=on_gpu))
-
-
-def _check_launcher(environ: Mapping[str, str]) -> None:
-    """Refuse a launcher that starts several processes on this node."""
-    local_rank, local_size = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
-    if (local_size or 1) > 1 or local_rank:
-        shown = f"LOCAL_WORLD_SIZE={local_size}" if (local_size or 1) > 1 else f"LOCAL_RANK={local_rank}"
-        raise ConfigError(
-            f"{shown}: spes cluster starts a node's ranks itself; {ONE_PER_NODE} (torchrun --nproc-per-node 1), "
-            f"and set NPROC_PER_NODE to the number of ranks"
-        )
-
-
-def _check_slurm(environ: Mapping[str, str], rank: int | None) -> None:
-    """Refuse a SLURM job whose tasks are not one per node."""
+    rank, world_size = (_number(environ, name) for name in ("RANK", "WORLD_SIZE"))
     nodes = _number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_JOB_NUM_NODES") or 1
-    tasks, task = _number(environ, "SLURM_STEP_NUM_TASKS") or 1, _number(environ, "SLURM_PROCID")
-    if "SLURM_STEP_ID" not in environ and nodes > 1:
-        raise ConfigError(f"the job has {nodes} nodes, and this is no task of srun; write srun before spes cluster")
-    if tasks > nodes:
+    several = (_number(environ, "LOCAL_WORLD_SIZE") or 1) > 1 or _number(environ, "LOCAL_RANK")
+    if several or (_number(environ, "SLURM_STEP_NUM_TASKS") or 1) > nodes:
         raise ConfigError(
-            f"srun starts {tasks} tasks on {nodes} nodes; {ONE_PER_NODE} (--ntasks-per-node 1), and set NPROC_PER_NODE "
-            f"to the number of ranks"
+            f"{_shown(environ)}: spes cluster starts a node's ranks itself; start one process per node (srun "
+            f"--ntasks-per-node 1, torchrun --nproc-per-node 1), and set NPROC_PER_NODE to the number of ranks"
         )
-    if rank is not None and task is not None and rank != task and "SLURM_STEP_ID" in environ:
-        raise ConfigError(f"RANK={rank} and SLURM_PROCID={task} number this node differently; unset RANK")
+    task, in_step = _number(environ, "SLURM_PROCID"), "SLURM_STEP_ID" in environ
+    if "SLURM_JOB_ID" in environ:
+        is_unclear = rank not in (None, task) if in_step else nodes > 1
+    else:
+        task = None
+        is_unclear = rank is None and not environ.keys().isdisjoint(("WORLD_SIZE", "MASTER_ADDR"))
+        is_unclear |= rank is not None and world_size is not None and rank >= world_size
+    if is_unclear:
+        raise ConfigError(
+            f"{_shown(environ)}: which node is this? Set RANK to its number, from 0 to WORLD_SIZE - 1; in a SLURM job "
+            f"unset RANK, and write srun before spes cluster"
+        )
+    numbers = (_number(environ, "SLURM_ARRAY_TASK_ID"), rank if task is None else task)
+    name = "-".join(str(number) for number in numbers if number is not None)
+    gpus, ranks = _number(environ, "SLURM_GPUS_ON_NODE") if on_gpu else None, _number(environ, "NPROC_PER_NODE")
+    if ranks == 0 or (ranks and gpus and ranks > gpus):
+        raise ConfigError(
+            f"NPROC_PER_NODE={ranks} processes cannot form a peer; set it to 1 to {gpus or 'one per GPU'}"
+        )
+    return Place(name or re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname()), ranks or gpus or 1)
 
 
-def _num_ranks(environ: Mapping[str, str], *, on_gpu: bool) -> int:
-    gpus = _number(environ, "SLURM_GPUS_ON_NODE") if on_gpu else None
-    ranks = _number(environ, "NPROC_PER_NODE")
-    if ranks == 0:
-        raise ConfigError("NPROC_PER_NODE=0: a peer has one rank or more; set it to 1, or to the number of GPUs")
-    if ranks is not None and gpus and ranks > gpus:
-        raise ConfigError(f"NPROC_PER_NODE={ranks} exceeds SLURM_GPUS_ON_NODE={gpus}; set it to {gpus} or less")
-    return ranks or gpus or 1
+def _shown(environ: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={environ[name]}" for name in (*RANK_VARIABLES, *SLURM_VARIABLES) if name in environ)
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return a variable's number; None if it is not set.
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> Any:
+    """Return a variable's number, or `default` if it is not set.
 
     Raises:
         ConfigError: it is no number from 0 on.
     """
     text = environ.get(name)
     if text is None:
-        return None
+        return default
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ConfigError(f"{name}={text!r} is no number from 0 on; set it to one, or unset it")
     return int(text)
