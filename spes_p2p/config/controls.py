@@ -21,11 +21,10 @@ from spes_p2p.errors import ConfigError
 
 VERBS = ("status", "pause", "resume", "finish", "leave", "set", "rules")
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-DAY_MINUTES = 24 * 60
-MAX_SPANS = 28
+DAY_MINUTES, WEEK_MINUTES = 24 * 60, 7 * 24 * 60
 MAX_PAUSE_SECONDS = 366 * 86400.0
 GIGABYTE = 10**9
-_SPAN = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? +)?(\d{1,2}):(\d\d) ?- ?(\d{1,2}):(\d\d)")
+_SPAN = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? +)?(\d{1,2}):([0-5]\d) ?- ?(\d{1,2}):([0-5]\d)")
 _EXAMPLE = "as in 'mon-fri 22:00-07:00, sat-sun 00:00-24:00'"
 
 
@@ -43,30 +42,10 @@ def duration(text: str) -> float:
     return seconds
 
 
-@dataclass(frozen=True)
-class Span:
-    """Hours of some days of the week.
+def spans(text: str) -> list[tuple[int, int]]:
+    """Return `mon-fri 22:00-07:00, sat-sun 00:00-24:00` as begins in minutes of the week, and lengths.
 
-    Attributes:
-        days: Days on which it begins, 0 for Monday.
-        begin: Minute of the day.
-        end: Minute of the day, or of the next day if it is not after `begin`.
-    """
-
-    days: frozenset[int]
-    begin: int
-    end: int
-
-    def holds(self, day: int, minute: int) -> bool:
-        """Tell whether a minute of a day of the week lies within; the end does not."""
-        if self.begin < self.end:
-            return day in self.days and self.begin <= minute < self.end
-        is_next = (day - 1) % 7 in self.days and minute < self.end
-        return is_next or (day in self.days and minute >= self.begin)
-
-
-def spans(text: str) -> tuple[Span, ...]:
-    """Return the spans of `mon-fri 22:00-07:00, sat-sun 00:00-24:00`; one without days is of every day.
+    A span without days is of every day. One that ends before it begins ends on the next day.
 
     Raises:
         ValueError: a part is no span.
@@ -74,18 +53,15 @@ def spans(text: str) -> tuple[Span, ...]:
     found = []
     for part in text.lower().split(","):
         match = _SPAN.fullmatch(" ".join(part.split()))
-        first, last, *clock = match.groups() if match else (None, None)
-        if match is None or not {first, last} - {None} <= set(DAYS):
-            raise ValueError(f"hours={text[:60]!r}: {part.strip()[:40]!r} is no span of hours; write it {_EXAMPLE}")
+        first, last, *clock = match.groups() if match else (None, None, "24", "0", "0", "0")
         begin, end = (60 * int(hour) + int(minute) for hour, minute in (clock[:2], clock[2:]))
-        if begin >= DAY_MINUTES or end > DAY_MINUTES or int(clock[1]) > 59 or int(clock[3]) > 59 or begin == end:
-            raise ValueError(f"hours={text[:60]!r}: {part.strip()[:40]!r} is no span of a day; write it {_EXAMPLE}")
+        if not {first, last} - {None} <= set(DAYS) or begin >= DAY_MINUTES or end > DAY_MINUTES or begin == end:
+            raise ValueError(f"hours={text[:60]!r}: {part.strip()[:40]!r} is no span of hours; write it {_EXAMPLE}")
         at = DAYS.index(first) if first else 0
         count = (DAYS.index(last) - at) % 7 + 1 if last else 1 if first else 7
-        found.append(Span(frozenset((at + i) % 7 for i in range(count)), begin, end))
-    if len(found) > MAX_SPANS:
-        raise ValueError(f"hours has {len(found)} spans; name at most {MAX_SPANS}")
-    return tuple(found)
+        length = end - begin if end > begin else end - begin + DAY_MINUTES
+        found += [((at + i) % 7 * DAY_MINUTES + begin, length) for i in range(count)]
+    return found
 
 
 def _hours(value: object) -> object:
@@ -164,66 +140,40 @@ class Kept(Frozen):
 
 @dataclass(frozen=True)
 class Wish:
-    """What the owner wants.
-
-    Attributes:
-        verb: "run", "pause", "finish" or "leave".
-        until: End of a pause in seconds since the epoch; None lasts until `resume`.
-    """
+    """What the owner wants."""
 
     verb: Literal["run", "pause", "finish", "leave"] = "run"
-    until: float | None = None
+    until: float | None = None  # end of a pause in seconds since the epoch; None lasts until `resume`
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the rules ask about.
+    """What the rules ask about."""
 
-    Attributes:
-        now: The local time, with its offset.
-        is_on_battery: False also where there is no battery.
-        running: Names of those programs of the rules that run.
-        bytes_today: Bytes sent and received since the local midnight.
-    """
-
-    now: datetime.datetime
-    is_on_battery: bool = False
-    running: frozenset[str] = frozenset()
-    bytes_today: int = 0
+    now: datetime.datetime  # local, with its offset
+    is_on_battery: bool = False  # also on a machine without one
+    running: frozenset[str] = frozenset()  # those programs of the rules that run
+    bytes_today: int = 0  # sent and received since the local midnight
 
 
 @dataclass(frozen=True)
 class Effective:
-    """What a peer does.
-
-    Attributes:
-        state: "training", "paused", "finishing" or "leaving".
-        trains: Whether it makes steps.
-        reason: Why, for its owner; "" while it simply trains.
-    """
+    """What a peer does."""
 
     state: Literal["training", "paused", "finishing", "leaving"]
     trains: bool
-    reason: str = ""
+    reason: str = ""  # for its owner; empty while it simply trains
 
 
 @dataclass(frozen=True)
 class Intent:
-    """What the training is to do next.
+    """What the training is to do next."""
 
-    Attributes:
-        trains: Whether the peer may hold slots and make steps.
-        ends: Whether it ends after this round.
-        leaves: Whether it is to leave now.
-        threads: CPU threads of each rank; None leaves them.
-        slots: Most slots to train; None for as many as it was started with.
-    """
-
-    trains: bool = True
-    ends: bool = False
-    leaves: bool = False
-    threads: int | None = None
-    slots: int | None = None
+    trains: bool = True  # whether the peer may hold slots and make steps
+    ends: bool = False  # after this round
+    leaves: bool = False  # now
+    threads: int | None = None  # CPU threads of each rank; None leaves them
+    slots: int | None = None  # most slots to train; None for as many as it was started with
 
 
 def effective(wish: Wish, rules: Rules, around: Surroundings) -> Effective:
@@ -260,21 +210,20 @@ def _forbidden(rules: Rules, around: Surroundings) -> str:
     return ""
 
 
+def _minute(at: datetime.datetime) -> int:
+    return DAY_MINUTES * at.weekday() + 60 * at.hour + at.minute
+
+
 def _within(hours: str, at: datetime.datetime) -> bool:
-    minute = 60 * at.hour + at.minute
-    return any(span.holds(at.weekday(), minute) for span in spans(hours))
+    return any((_minute(at) - begin) % WEEK_MINUTES < length for begin, length in spans(hours))
 
 
 def _next(hours: str, now: datetime.datetime) -> str:
     """Return the day and time of the next span's begin, by the clock on the wall."""
-    present = 60 * now.hour + now.minute
-
-    def away(day: int, begin: int) -> int:
-        return ((day - now.weekday()) * DAY_MINUTES + begin - present) % (7 * DAY_MINUTES)
-
-    _, day, begin = min((away(day, span.begin), day, span.begin) for span in spans(hours) for day in span.days)
-    time = f"{begin // 60:02}:{begin % 60:02}"
-    return f"at {time}" if day == now.weekday() and begin > present else f"{DAYS[day]} {time}"
+    begin = min((begin for begin, _ in spans(hours)), key=lambda begin: (begin - _minute(now)) % WEEK_MINUTES)
+    day, minute = divmod(begin, DAY_MINUTES)
+    time = f"{minute // 60:02}:{minute % 60:02}"
+    return f"at {time}" if day == now.weekday() and begin > _minute(now) else f"{DAYS[day]} {time}"
 
 
 def words(values: Sequence[str]) -> dict[str, Any]:
