@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import multiprocessing
 import os
-import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,47 +93,12 @@ class Child:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
-class Fork:
-    """A fork of this process, which waits for the command that it is to run: one import serves all children.
-
-    Make it before this process starts threads, which a fork does not have. It dies with this process.
-    """
-
-    def __init__(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        orders, self._orders = os.pipe()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
-            _obey(orders, parent)
-        os.close(orders)
-        self._pidfd = os.pidfd_open(self.pid)
-        self._is_ordered = False
-        self._code: int | None = None
-
-    def run(self, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
-        """Let it run a command.
-
-        It does not see this command's `SPES_` variables: they configure the parent, which passes on what is meant for
-        it.
-
-        Args:
-            arguments: The command, one of PROGRAMS, and its flags.
-            log: File for its standard error, and its output unless `on_terminal`; appended to.
-            on_terminal: Let it write to this process's standard output.
-        """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._is_ordered = True
-        with open(self._orders, "w", encoding="utf-8") as orders:
-            orders.write(json.dumps([list(arguments), str(log.absolute()), on_terminal]) + "\n")
+class Fork(ForkProcess):
+    """A fork of this process, in which all is imported, with two methods of `subprocess.Popen`."""
 
     def poll(self) -> int | None:
         """Return the exit code, negative if a signal has killed it; None while it runs."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
+        return self.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end.
@@ -141,29 +106,10 @@ class Fork:
         Raises:
             subprocess.TimeoutExpired: it has not come in time.
         """
-        while self.poll() is None:
-            if not select.select([self._pidfd], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-        assert self._code is not None
-        return self._code
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """End it, wait until it has gone, and free what it held here."""
-        self.kill()
-        self.wait()
-        os.close(self._pidfd)
-        if not self._is_ordered:
-            os.close(self._orders)
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
+        return self.exitcode
 
 
 PROGRAMS: dict[str, tuple[Any, Callable[[Any], int]]] = {
@@ -173,32 +119,37 @@ PROGRAMS: dict[str, tuple[Any, Callable[[Any], int]]] = {
 """What a fork can run."""
 
 
-def _obey(orders: int, parent: int) -> NoReturn:
-    """Wait, in a fork, for the command to run; run it and exit."""
+def _run(arguments: Sequence[str], log: Path, on_terminal: bool) -> NoReturn:
+    """Run a command in a fork, and end with its exit code.
+
+    It does not see this command's `SPES_` variables: they configure the parent, which passes on what is meant for it.
+
+    Args:
+        arguments: The command, one of PROGRAMS, and its flags.
+        log: File for its standard error, and its output unless `on_terminal`; appended to.
+        on_terminal: Let it write to the parent's standard output.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_at_once)
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    die_with_parent(parent.pid)
+    os.setsid()
+    with open(os.devnull) as nothing, open(log, "ab") as file:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 2)
+        if not on_terminal:
+            os.dup2(file.fileno(), 1)
+    for name in [name for name in os.environ if name.startswith("SPES_")]:
+        del os.environ[name]
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    sys.argv = [sys.argv[0], *arguments]
+    sys.orig_argv = [sys.executable, "-m", "spes_p2p", *arguments]  # what a peer starts again with
+    settings, main = PROGRAMS[arguments[0]]
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, end_at_once)
-        die_with_parent(parent)
-        with open(orders, encoding="utf-8") as stream:
-            arguments, log, on_terminal = json.loads(stream.readline())
-        os.setsid()
-        with open(os.devnull) as nothing, open(log, "ab") as file:
-            os.dup2(nothing.fileno(), 0)
-            os.dup2(file.fileno(), 2)
-            if not on_terminal:
-                os.dup2(file.fileno(), 1)
-        for name in [name for name in os.environ if name.startswith("SPES_")]:
-            del os.environ[name]
-        os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        sys.argv = [sys.argv[0], *arguments]
-        sys.orig_argv = [sys.executable, "-m", "spes_p2p", *arguments]  # what a peer starts again with
-        settings, main = PROGRAMS[arguments[0]]
         entry_point(settings, main, arguments[1:], program=f"spes {arguments[0]}")
     except SystemExit as ended:
         leave(int(ended.code or 0))
-    finally:  # an error of the program's own
-        traceback.print_exc()
-        os._exit(1)
 
 
 def stop(children: Sequence[Child]) -> None:
@@ -231,15 +182,30 @@ def main(config: ExperimentConfig) -> int:
         raise ConfigError(f"max_slots={slots} exceeds the run's {num_slots} slots; lower it, or leave it out")
     check_machine(config.run, config)
     check_output(config.output, resume=config.resume, overwrite=config.overwrite)
-    forks = [Fork() for _ in range(config.peers + 1)]  # tokenising starts threads
     try:
-        _prepare_corpus(config)
+        _in_a_fork(_prepare_corpus, config)
         if config.overwrite and config.output.exists():
             delete(list(config.output.iterdir()))  # the folder may be a mount point, or a link to another disk
-        return Experiment(config, slots, forks).run()
+        return Experiment(config, slots).run()
     finally:
-        for fork in forks:
-            fork.close()
+        _end_forks()
+
+
+def _in_a_fork(prepare: Callable[[ExperimentConfig], None], config: ExperimentConfig) -> None:
+    """Call a function in a fork: tokenising starts threads, and a process with threads must not fork."""
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), die_with_parent, (os.getpid(),))
+    try:
+        pool.submit(prepare, config).result()
+    except KeyboardInterrupt:
+        _end_forks()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _end_forks() -> None:
+    for fork in multiprocessing.active_children():
+        fork.kill()
 
 
 def _resumed(config: ExperimentConfig) -> ExperimentConfig:
@@ -304,13 +270,11 @@ class Experiment:
     Args:
         config: The experiment's settings.
         max_slots: Slots per peer.
-        forks: One for each peer, and one for the monitor.
     """
 
-    def __init__(self, config: ExperimentConfig, max_slots: int, forks: Sequence[Fork]) -> None:
+    def __init__(self, config: ExperimentConfig, max_slots: int) -> None:
         self._config = config
         self._max_slots = max_slots
-        self._forks = iter(forks)
         self._peers: list[Child] = []
         self._monitor: Child | None = None
 
@@ -417,8 +381,9 @@ class Experiment:
 
     def _spawn(self, name: str, command: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
         log = self._config.output / "logs" / f"{name}.log"
-        fork = next(self._forks)
-        fork.run([command, *arguments, *_own_words(self._config)], log, on_terminal=on_terminal)
+        words = [command, *arguments, *_own_words(self._config)]
+        fork = Fork(target=_run, args=(words, log.absolute(), on_terminal), name=name)
+        fork.start()
         with open(log.parent / PIDS_FILE, "a" if self._peers else "w") as pids:
             pids.write(f"{fork.pid}\n")
         return Child(name, fork, log)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -36,37 +37,36 @@ class Idle:
     """A child that does nothing: a monitor that ends at once, or a peer that runs on."""
 
     pids = itertools.count(4711)
+    started: ClassVar[Words] = {}
 
-    def __init__(self, started: Words) -> None:
-        self._started, self._code = started, None
-        self.pid = next(self.pids)
+    def __init__(self, *, target: object, args: tuple[list[str], Path, bool], name: str) -> None:
+        self.words, log, on_terminal = args
+        self.name, self.pid = name, next(self.pids)
+        self.exitcode = 0 if name == "monitor" else None
+        assert log.stem == name and self.words[0] == ("monitor" if on_terminal else "peer")
 
-    def run(self, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
-        assert words[0] == ("monitor" if log.stem == "monitor" else "peer")
-        self._started[log.stem] = list(words)
-        output = Path(words[words.index("--output") + 1])
+    def start(self) -> None:
+        self.started[self.name] = self.words
+        output = Path(self.words[self.words.index("--output") + 1])
         output.mkdir(parents=True, exist_ok=True)
-        (output / LINK_FILE).write_text(f"link-of-{log.stem}\n")
-        (output / ADDRESS_FILE).write_text(f"address-of-{log.stem}\n")
-        self._code = 0 if log.stem == "monitor" else None
+        (output / LINK_FILE).write_text(f"link-of-{self.name}\n")
+        (output / ADDRESS_FILE).write_text(f"address-of-{self.name}\n")
 
     def poll(self) -> int | None:
-        return self._code
+        return self.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         return 0
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Words:
     """What was started last, in that order: each child's words by its name."""
     started: Words = {}
-    monkeypatch.setattr(local, "Fork", lambda: Idle(started))
+    monkeypatch.setattr(Idle, "started", started)
+    monkeypatch.setattr(local, "Fork", Idle)
     monkeypatch.setattr(local, "stop", lambda children: None)
-    monkeypatch.setattr(local, "_prepare_corpus", lambda config: None)
+    monkeypatch.setattr(local, "_in_a_fork", lambda prepare, config: None)  # nothing to tokenise
     return started
 
 
@@ -206,17 +206,17 @@ def test_ctrl_c_leaves_the_newest_model_of_any_peer_and_sigterm_does_not_wait_fo
 def test_a_peer_that_leaves_as_it_was_asked_to_ends_no_experiment(
     tmp_path: Path, started: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Idle.run
+    start = Idle.start
 
-    def leave(child: Idle, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
-        run(child, words, log, on_terminal=on_terminal)
-        child._code = {"peer-1": EXIT_INTERRUPTED}.get(log.stem)
+    def leave(child: Idle) -> None:
+        start(child)
+        child.exitcode = {"peer-1": EXIT_INTERRUPTED}.get(child.name)
 
     def end(child: Idle, timeout: float | None = None) -> int:
-        child._code = child._code or 0
-        return child._code
+        child.exitcode = child.exitcode or 0
+        return child.exitcode
 
-    monkeypatch.setattr(Idle, "run", leave)
+    monkeypatch.setattr(Idle, "start", leave)
     monkeypatch.setattr(Idle, "wait", end)
     config = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
     places = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
@@ -306,24 +306,31 @@ def test_settings_given_with_resume_that_the_run_does_not_have_are_refused(tmp_p
 
 
 FORKS = """
-import pathlib, sys
-from spes_p2p.commands.local import Fork
+import os, pathlib, signal, sys
+from spes_p2p.commands.local import PROGRAMS, Fork, _run
 
+PROGRAMS["peer"] = PROGRAMS["peer"][0], lambda config: signal.pause()
 log = pathlib.Path(sys.argv[1])
-forks = [Fork() for _ in range(4)]
-forks[0].run(["peer", "--help"], log)
-forks[1].run(["peer", "--max-slot", "4"], log)
+words = (["peer", "--help"], ["peer", "--max-slot", "4"], ["peer", "--run-id", "r"])
+forks = [Fork(target=_run, args=(each, log, False)) for each in words]
+for fork in forks:
+    fork.start()
+print(*(fork.wait(60) for fork in forks[:2]), forks[2].poll(), forks[2].pid, flush=True)
+if sys.argv[2] == "dies":
+    os._exit(0)
 forks[2].kill()
-print(*(fork.wait(60) for fork in forks[:3]), forks[3].poll(), forks[3].pid, flush=True)
+print(forks[2].wait(60))
 """
 
 
-def test_a_fork_runs_a_command_in_a_log_of_its_own_and_dies_with_its_parent(tmp_path: Path) -> None:
-    log = tmp_path / "logs" / "peer.log"
-    words = [sys.executable, "-c", FORKS, str(log)]
+@pytest.mark.parametrize("end", ["kills", "dies"])
+def test_a_fork_runs_a_command_in_a_log_of_its_own_and_dies_with_its_parent(tmp_path: Path, end: str) -> None:
+    log = tmp_path / "peer.log"
+    words = [sys.executable, "-c", FORKS, str(log), end]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
-    *codes, pid = ended.stdout.split()
-    assert codes == ["0", "2", "-9", "None"], ended.stderr
+    first, *rest = ended.stdout.splitlines()
+    *codes, pid = first.split()
+    assert codes == ["0", "2", "None"] and rest == (["-9"] if end == "kills" else []), ended.stderr
     assert "usage: spes peer" in log.read_text() and "did you mean --max-slots" in log.read_text()
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(pid)).wait(20)
