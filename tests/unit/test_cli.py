@@ -176,7 +176,7 @@ def test_every_list_flag_takes_several_words():
     assert experiment.text == [Path("a"), Path("b")]
 
 
-# ---------------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------------- what does not fit (see test_bad_input.py, too)
 
 
 def one_line(words: list[str], cls=PeerConfig) -> str:
@@ -185,51 +185,6 @@ def one_line(words: list[str], cls=PeerConfig) -> str:
     message = str(raised.value)
     assert message and "\n" not in message
     return message
-
-
-@pytest.mark.parametrize(
-    ("content", "value", "remedy"),
-    [
-        ("run_id: r\nmax_slot: 3\n", "max_slot", "max_slots"),
-        ("run_id: r\nrun: {model: {experts: 8}}\n", "run.model.experts", "remove it"),
-        ("run_id: r\nrun: {round: {total: -1}}\n", "run.round.total=-1", "greater than or equal to 1"),
-        ("run_id: r\nrun: {model: {top_k: 9, num_experts: 8}}\n", "model.top_k=9", "8 or less"),
-        ("run_id: r\nrun: {model: {num_heads: 3}}\n", "model.num_heads=3", "divisor"),
-        ("run_id: r\nrun: {model: {num_kv_heads: 3}}\n", "model.num_kv_heads=3", "divisor"),
-        ("run_id: r\nrun: {round: {min_seconds: 9, max_seconds: 8}}\n", "round.min_seconds=9", "swap"),
-        ("run_id: r\nrun: {round: {lease_seconds: 3, heartbeat_seconds: 2}}\n", "heartbeat_seconds=2", "1.5 or less"),
-        ("run_id: r\nrun: {data: {source: hub}}\n", "data.source=hub", "data.name"),
-        ("run_id: a.b\n", "a.b", "--help"),
-        ("- a\n- b\n", "list", "settings"),
-        ("run_id: [\n", "run.yaml", "YAML"),
-        ("run_id: r\nrun: 5\n", "run=5", "settings, each with its value"),
-        ("run_id: r\n7: 5\n", "7=", "strings"),
-    ],
-)
-def test_a_bad_yaml_is_one_line_with_value_and_remedy(yaml_file, content, value, remedy):
-    message = one_line(["--config", yaml_file(content)])
-    assert value in message and remedy in message
-    assert message == one_line(["--config", yaml_file(content), "--port=0"])
-
-
-@pytest.mark.parametrize(
-    ("words", "value", "remedy"),
-    [
-        (["--run-id", "r", "--bogus", "1"], "--bogus", "--help"),
-        (["--run-id", "r", "--run.model.bogus", "1"], "--run.model.bogus", "--help"),
-        (["--run-id", "a.b"], "a.b", "--help"),
-        (["--run-id", "r", "--port", "70000"], "70000", "--help"),
-        (["--run-id", "r", "--port", "http"], "http", "--help"),
-        (["--run-id", "r", "--device", "tpu"], "tpu", "cuda"),
-        (["--run-id", "r", "--max-slots", "0"], "max_slots", "greater than or equal to 1"),
-        (["--run-id", "r", "--config", "absent.yaml"], "absent.yaml", "existing"),
-        (["--config=absent.yaml"], "absent.yaml", "existing"),
-        (["--port", "5"], "run_id", "--run-id"),
-    ],
-)
-def test_a_bad_flag_is_one_line_with_value_and_remedy(words, value, remedy):
-    message = one_line(words)
-    assert value in message and remedy in message
 
 
 def test_an_unknown_variable_of_ours_is_an_error_and_a_strangers_is_not(monkeypatch):
@@ -242,28 +197,6 @@ def test_an_unknown_variable_of_ours_is_an_error_and_a_strangers_is_not(monkeypa
 def test_an_unknown_nested_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("SPES_RUN_ROUND_TOTALS", "3")
     assert "totals" in one_line(["--run-id", "r"]).lower()
-
-
-def test_a_config_that_is_no_text_is_one_line(tmp_path):
-    path = tmp_path / "picture.yaml"
-    path.write_bytes(b"\x89PNG\xff\x00")
-    assert "picture.yaml" in one_line(["--config", str(path)])
-
-
-@pytest.mark.parametrize(
-    ("content", "hint"),
-    [
-        ("round: {total: 3}", "did you mean run.round? remove it"),
-        ("train:\n  lr: 1e-3", "did you mean run.train? remove it"),
-        ("max_slot: 3", "did you mean max_slots? remove it"),
-        ("initial_peer: [/x]", "did you mean initial_peers? remove it"),
-        ("run: {rond: {total: 3}}", "did you mean run.round? remove it"),
-        ("run: {round: {totl: 3}}", "did you mean run.round.total? remove it"),
-        ("run: {model: {num_expert: 8}}", "did you mean run.model.num_experts? remove it"),
-    ],
-)
-def test_a_mistyped_key_of_a_file_is_told_the_right_one(content, hint, yaml_file):
-    assert hint in one_line(["--run-id", "r", "--config", yaml_file(content)])
 
 
 def test_a_toml_file_gives_the_same_settings_as_yaml(tmp_path, yaml_file):
@@ -466,23 +399,6 @@ def test_help_in_full_tells_every_flags_whole_text():
     text = " ".join(help_text(PeerConfig, "--help-all", 80).split())
     assert "If the rate is about half of the others' or less, they reduce in its place" in text
     assert "If the rate is about half" not in " ".join(help_text(PeerConfig, "--help", 80).split())
-
-
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (["--run-id", "r", "--max-slot", "3"], "--max-slots"),
-        (["--run-id", "r", "--initial-peer=/x"], "--initial-peers"),
-        (["--run-id", "r", "--run.model.num-expert", "3"], "--run.model.num-experts"),
-        (["--run-id", "r", "--resum"], "--resume"),
-    ],
-)
-def test_a_mistyped_flag_is_told_the_right_one(words, meant):
-    assert f"did you mean {meant}? see --help" in one_line(words)
-
-
-def test_a_flag_like_no_other_gets_no_suggestion():
-    assert "did you mean" not in one_line(["--run-id", "r", "--qqqq", "3"])
 
 
 ANSWERS = """

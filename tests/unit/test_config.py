@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -15,7 +15,18 @@ from pydantic import BaseModel, ValidationError
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.local import ExperimentConfig
-from spes_p2p.config import FOUNDED, CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config import (
+    FOUNDED,
+    CommandConfig,
+    Frozen,
+    MachineConfig,
+    ModelConfig,
+    OptimizerName,
+    PeerConfig,
+    RunConfig,
+    TrainConfig,
+    check_machine,
+)
 from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import hf_config
@@ -204,3 +215,37 @@ def test_no_command_takes_an_unknown_setting():
     assert Command(peers=2).peers == 2
     with pytest.raises(ValidationError, match="hub_token"):
         Command(hub_token="a secret")
+
+
+# ---------------------------------------------------------------------- a machine's choices
+
+NAMES = get_args(OptimizerName)
+
+
+@pytest.mark.parametrize("of_run", NAMES)
+@pytest.mark.parametrize("of_machine", NAMES)
+def test_a_machine_may_only_choose_the_same_steps_in_other_bits(
+    of_run: OptimizerName, of_machine: OptimizerName
+) -> None:
+    run, machine = RunConfig(train=TrainConfig(optimizer=of_run)), MachineConfig(inner_optimizer=of_machine)
+    if of_run == of_machine or {of_run, of_machine} == {"adamw", "adamw8bit"}:
+        check_machine(run, machine)
+        return
+    with pytest.raises(ConfigError, match=rf"inner_optimizer={of_machine} .*train.optimizer={of_run}; leave it out"):
+        check_machine(run, machine)
+
+
+NARROW = {"gradients": "bf16", "inner_optimizer": "adamw8bit"}
+
+
+@pytest.mark.parametrize(
+    ("choices", "ranks"),
+    [
+        ({"shard": "fsdp"}, 2),
+        ({"shard": "fsdp", "inner_optimizer": "adamw8bit"}, 1),
+        (NARROW, 1),
+        ({**NARROW, "micro_batch_size": 2}, 1),
+    ],
+)
+def test_what_the_remedies_name_is_taken(choices: dict[str, Any], ranks: int) -> None:
+    check_machine(RunConfig(train=TrainConfig(batch_size=16)), MachineConfig(**choices), ranks)

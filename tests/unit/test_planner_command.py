@@ -138,21 +138,17 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused_with_what_takes_less(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = [*SEVEN, "--device", "cuda", "--memory-gb", "24"]
-    said = "training 8 slots needs 69.5 GB, 45.5 GB more than the 24 GB there are; save memory with --storage nf4"
+    said = "training 8 slots needs 53.4 GB, 29.4 GB more than the 24 GB there are; save memory with --inner-optimizer"
     with pytest.raises(ConfigError, match=said):
         main(load_settings(PlanConfig, [*flags, "--slots", "8"]))
     assert "= static" in capsys.readouterr().out
-    planned(capsys, *flags, "--slots", "1", "--storage", "nf4")
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--slots", "99"], "--slots 99 exceeds the run.s 32 slots; lower it, or leave it out"),
-        (["--slots", "0"], "max_slots=.*greater than"),
-        (["--memory-gb", "nan"], "memory_gb=.*finite"),
         (["--device", "cuda", "--max-slots", "auto"], "set --memory-gb, or --slots"),
-        (["--peer", "3"], "see --help"),
         (["--slots", "1", "--device", "cuda", "--host-memory-gb", "40"], "on the host, .* there are; "),
     ],
 )
@@ -190,9 +186,8 @@ def test_settings_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--inner-optimizer", "lamb"], "does not make the steps of the run's train.optimizer=muon"),
-        (["--ranks", "3"], "does not split over 3 ranks"),
         (["--host-memory-gb", "5"], "--host-memory-gb goes with --device cuda"),
+        (["--inner-optimizer", "lamb"], "does not make the steps of the run's train.optimizer=muon"),
     ],
 )
 def test_what_no_peer_could_start_with_is_not_planned(flags: list[str], said: str) -> None:
