@@ -15,13 +15,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from spes_p2p.config.checkpoint import WORD, Fraction, Frozen, PositiveFloat, PositiveInt
 from spes_p2p.config.link import JoinLink
 from spes_p2p.config.machine import (
+    Cache,
     CommandConfig,
     ConfigFile,
+    Consent,
     FoundedRun,
     KeptRounds,
-    LogLevel,
     MachineConfig,
     NamedRun,
+    Output,
     OwnData,
     PagePlace,
     PeerConfig,
@@ -30,7 +32,6 @@ from spes_p2p.config.machine import (
     shipped,
 )
 from spes_p2p.config.run import RunConfig
-from spes_p2p.errors import ConfigError
 
 SuiteName = Literal["spes"]
 
@@ -58,6 +59,20 @@ UploadPlace = Annotated[str, Field(min_length=1, max_length=1000), AfterValidato
 CtlVerb = Literal["status", "link", "pause", "resume", "finish", "leave", "set", "rules"]
 
 
+class LmTasks(Frozen):
+    """lm-eval's tasks, which a monitor runs on the model after each evaluation, in a process of their own.
+
+    Their tables go to `tasks` in its output. If the last ones still run, an evaluation goes without, except the last.
+    """
+
+    tasks: list[str] = []
+    """lm-eval tasks to run on the model."""
+    suite: SuiteName | None = None
+    """A published list of tasks, each with its number of examples in the prompt. `spes`: the paper's."""
+    task_path: Path | None = None
+    """Folder with task YAML files of your own, which come first."""
+
+
 class JoinConfig(VolunteerConfig):
     """Join the run that a link names, and train it. Repeat the command to go on after an interruption."""
 
@@ -71,10 +86,7 @@ class JoinConfig(VolunteerConfig):
     def _check_link(self) -> JoinConfig:
         if not self.link:
             raise ValueError("link is missing; name the run by its link, or set SPES_LINK to it")
-        try:
-            JoinLink.parse(self.link)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+        JoinLink.parse(self.link)
         return self
 
 
@@ -92,7 +104,7 @@ class ClusterConfig(VolunteerConfig, NamedRun):
     """Directory of this node's peer; by default in `shared`. If it has a peer, that goes on."""
 
 
-class MonitorConfig(CommandConfig, NamedRun, OwnData):
+class MonitorConfig(CommandConfig, NamedRun, OwnData, LmTasks, Output, Cache, Consent):
     """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
 
     link: Annotated[str | None, WORD] = None
@@ -101,21 +113,10 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Multiaddrs of peers in the swarm."""
     output: Path = Path("runs/monitor")
     """Directory of metrics, report, model, and this peer's identity and versions."""
-    resume: bool = False
-    """Continue the `metrics.jsonl` in `output`."""
-    overwrite: bool = False
-    """Delete an earlier monitor's files in `output` and start anew."""
     held_out_sequences: Annotated[int, Field(ge=0)] = 32
     """Sequences of held-out text to evaluate the swarm's model on; 0 evaluates nothing."""
     evaluate_every: PositiveInt = 1
     """Rounds between evaluations; the start and the last round are always evaluated."""
-    tasks: list[str] = []
-    """lm-eval tasks to run on the model after each evaluation, in a process of their own. Their tables go to `tasks` in
-    `output`. If the last ones still run, an evaluation goes without, except the run's last."""
-    suite: SuiteName | None = None
-    """A published list of tasks to run like `tasks`."""
-    task_path: Path | None = None
-    """Folder with task YAML files of your own, which come first."""
     checkpoint_every: PositiveInt | None = None
     """Rounds between checkpoints, which are written to `checkpoints` in `output` when their round is evaluated. By
     default only the last model is written."""
@@ -134,18 +135,13 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Log to Weights & Biases. Offline and without an account unless WANDB_MODE says otherwise."""
     wandb_project: Annotated[str, Field(min_length=1)] = "spes_p2p"
     """Project of the W&B run."""
-    yes: bool = False
-    """Read the public data set and the tokenizer that the run names without asking; for scripts."""
     tensorboard: bool = False
     """Write curves for TensorBoard to the folder `tensorboard` in `output`."""
     page: PagePlace = "127.0.0.1"
     """HOST:PORT of the live page, or `off`. Prometheus's /metrics is there too. Without a port, a free one; by default
     on this machine alone. `0.0.0.0:8080` shows the page to all that can reach this machine."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where tokenised text is kept."""
     threads: PositiveInt | None = None
     """CPU threads for evaluating; by default PyTorch's choice."""
-    log_level: LogLevel = "info"
 
     @model_validator(mode="before")
     @classmethod
@@ -157,21 +153,11 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
         if named := sorted({"run_id", "initial_peers"} & values.keys()):
             flag = f"--{named[0].replace('_', '-')}"
             raise ValueError(f"the link names the run and its peers; drop {flag}, or the link (SPES_LINK)")
-        try:
-            link = JoinLink.parse(values["link"])
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        run_id, addresses = link.founded, list(link.addresses)
-        return {**values, "link": None, "run_id": run_id, "initial_peers": addresses}
-
-    @model_validator(mode="after")
-    def _check_start(self) -> MonitorConfig:
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite exclude each other; choose one")
-        return self
+        link = JoinLink.parse(values["link"])
+        return {**values, "link": None, "run_id": link.founded, "initial_peers": list(link.addresses)}
 
 
-class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
+class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache):
     """Train a small model with several peers and a monitor on this machine."""
 
     config: ConfigFile = shipped("local_experiment")
@@ -189,18 +175,10 @@ class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Directory of the experiment: model, report, metrics, logs, peers."""
     dataset: str | None = None
     """A local file, or `owner/name` of a public data set, which is streamed from the Hugging Face hub."""
-    resume: bool = False
-    """Continue an interrupted experiment."""
-    overwrite: bool = False
-    """Delete what `output` holds and start anew."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the peers train."""
     wandb: bool = False
     """Log to Weights & Biases. Offline unless WANDB_MODE says otherwise."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event in the logs."""
 
 
 class PlanConfig(CommandConfig, MachineConfig):
@@ -234,16 +212,13 @@ class PlanConfig(CommandConfig, MachineConfig):
     """Processes of the peer, as torchrun starts them; one per GPU."""
     peers: PositiveInt | None = None
     """Peers of the swarm, all like this one. By default the run's `round.min_peers`, and two at least."""
-    uplink_mbit: PositiveFloat | None = None
-    """Every peer's uplink in 10^6 bits per second; by default the downlink's."""
     downlink_mbit: PositiveFloat | None = None
-    """Every peer's downlink; by default the uplink's."""
+    """Every peer's downlink; of it and `uplink_mbit` each is by default the other."""
     tokens_per_second: PositiveFloat | None = None
     """Training speed of this machine, where it is known. The planner does not guess it."""
-    log_level: LogLevel = "info"
 
 
-class TokenizeConfig(CommandConfig):
+class TokenizeConfig(CommandConfig, Cache):
     """Tokenise text once, into shards of token ids that runs then train on with --data.
 
     The same text gives the same bytes, however many processes work and however often they are killed: start an
@@ -273,18 +248,20 @@ class TokenizeConfig(CommandConfig):
     skip_unusable: bool = False
     """Leave out files and rows that hold no usable text, and count them in the manifest. By default the first one ends
     the command."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where a trained tokenizer and the digests of files are kept."""
-    log_level: LogLevel = "info"
 
 
-class InviteConfig(CommandConfig):
-    """Print invites to a run, one link a line: to vote, or only to train in a run founded with --run.invite-only."""
+class FoundersFolder(Frozen):
+    """Where a command of a run's founder finds the run and the founder's identity."""
 
     folder: Annotated[Path, WORD]
     """The --output of the founder's peer, which may be running; of another peer with --identity."""
     identity: Path | None = None
     """The founder's identity file, if it is not in that folder."""
+
+
+class InviteConfig(CommandConfig, FoundersFolder):
+    """Print invites to a run, one link a line: to vote, or only to train in a run founded with --run.invite-only."""
+
     votes: bool = False
     """Let those who are invited vote: a majority of the voters decides what counts."""
     count: PositiveInt = 1
@@ -293,11 +270,9 @@ class InviteConfig(CommandConfig):
     """Machines that may use each invite."""
     days: Annotated[int, Field(ge=1, le=3650)] = 30
     """Days for which they are valid."""
-    log_level: str = "info"
-    """Least severe event to log."""
 
 
-class EvaluateConfig(CommandConfig):
+class EvaluateConfig(CommandConfig, LmTasks):
     """Measure held-out loss, perplexity and lm-eval tasks of a Hugging Face checkpoint.
 
     Several GPUs share the tasks: `torchrun --nproc-per-node 8 -m spes_p2p evaluate ...`, or `accelerate launch -m`.
@@ -308,15 +283,10 @@ class EvaluateConfig(CommandConfig):
     checkpoint: Annotated[Path, WORD]
     """Folder written by `save_pretrained`, tokenizer included."""
     text: list[Path] = []
-    """Files or folders to measure the loss on. By default the held-out part of the embedded corpus."""
-    tasks: list[str] = []
-    """lm-eval tasks to run. With tasks and no text, no loss is measured."""
-    suite: SuiteName | None = None
-    """A published list of tasks, each with its number of examples in the prompt. `spes`: the paper's."""
+    """Files or folders to measure the loss on. By default, if there are no tasks, the held-out part of the embedded
+    corpus."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     """Examples in the prompt of `tasks`; by default what each task says. A suite sets its own."""
-    task_path: Path | None = None
-    """Folder with task YAML files of your own, which come first."""
     batch_size: PositiveInt | Literal["auto"] = 8
     """Sequences, or requests of a task, per forward pass. `auto`: as many requests as fit, up to 64."""
     precision: Literal["fp32", "bf16"] | None = None
@@ -339,7 +309,7 @@ class EvaluateConfig(CommandConfig):
         return self
 
 
-class ExportConfig(CommandConfig):
+class ExportConfig(CommandConfig, Consent):
     """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline; from
     where a monitor uploads to; or from a running swarm by its link, or by --run-id and --initial-peers."""
 
@@ -364,12 +334,9 @@ class ExportConfig(CommandConfig):
     """Name of the run to fetch its newest round from, instead of SOURCE. `NAME@FOUNDER` takes only that founder's."""
     initial_peers: list[str] = []
     """Multiaddrs of peers in that run's swarm."""
-    yes: bool = False
-    """Read the tokenizer that another's run names without asking; for scripts."""
-    log_level: LogLevel = "info"
 
 
-class AmendConfig(CommandConfig):
+class AmendConfig(CommandConfig, FoundersFolder):
     """Prolong or anneal a run that is under way, or has ended: change settings that its founder has signed.
 
     Only rounds, learning rate, its schedule, the weights of a mixture of data, and revoked invites can change.
@@ -378,15 +345,10 @@ class AmendConfig(CommandConfig):
     ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
 
-    folder: Annotated[Path, WORD]
-    """The --output of the founder's peer, which may be running; of another peer with --identity."""
-    identity: Path | None = None
-    """The founder's identity file, if it is not in that folder."""
     config: ConfigFile | None = None
     """YAML or TOML file with the settings to change under `run`; those that are as they were may stay in it."""
     run: RunConfig | None = None
     """Settings to change, such as `--run.round.total 200`."""
-    log_level: LogLevel = "warning"
 
 
 class UpcycleSettings(Frozen):
@@ -427,7 +389,7 @@ def _folder(value: object) -> Path:
     return Path(str(value))
 
 
-class SimulateConfig(CommandConfig):
+class SimulateConfig(CommandConfig, Cache):
     """Compare ways to train in a simulation: `spes simulate convergence --output runs/convergence`."""
 
     study: Annotated[ConfigFile, WORD]
@@ -442,10 +404,6 @@ class SimulateConfig(CommandConfig):
     """Runs at a time; by default one per CPU core, or one on a GPU."""
     report_only: bool = False
     """Run nothing; write the table again."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event in the runs' logs."""
 
 
 class HealthConfig(CommandConfig):
@@ -458,8 +416,6 @@ class HealthConfig(CommandConfig):
     """The peer's --output."""
     minutes: PositiveFloat | None = None
     """Longest time without a sign of life; by default three of the run's longest rounds. A paused peer is healthy."""
-    log_level: str = "warning"
-    """Least severe event to log."""
 
 
 class CtlConfig(CommandConfig):
@@ -476,5 +432,3 @@ class CtlConfig(CommandConfig):
     """TIME of a pause; NAME=VALUE words of set and rules."""
     output: Path | None = None
     """The peer's --output; by default the one folder in runs/ of a peer with a page."""
-    log_level: str = "warning"
-    """Least severe event to log."""

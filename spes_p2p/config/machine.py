@@ -86,6 +86,8 @@ class CommandConfig(Frozen):
     ignored: ClassVar[Collection[str]] = ()
     """Keys that the file of `--config` may have as well."""
 
+    log_level: LogLevel = "info"
+
     @classmethod
     def read_file(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings in the file of `--config`, if there is one.
@@ -263,11 +265,40 @@ class NamedRun(Frozen):
         return "".join(self.run_id.split("@")[2:])
 
 
+class Output(Frozen):
+    """What becomes of what a command finds in its output."""
+
+    resume: bool = False
+    """Continue with what `output` holds."""
+    overwrite: bool = False
+    """Delete what `output` holds and start anew."""
+
+    @model_validator(mode="after")
+    def _check_output(self) -> Output:
+        if self.resume and self.overwrite:
+            raise ValueError("--resume and --overwrite exclude each other; drop one")
+        return self
+
+
+class Cache(Frozen):
+    """Where a command keeps what it would otherwise make again."""
+
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where trained tokenizers and tokenised text are kept."""
+
+
+class Consent(Frozen):
+    """Whether a command asks before it reads what another's run names."""
+
+    yes: bool = False
+    """Read another's public data set and tokenizer unasked; for scripts. By default it shows them and asks."""
+
+
 SEED_SECONDS = 30.0
 """Default of `seed_seconds` for a peer that has trained the last round."""
 
 
-class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
+class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache, Consent):
     """What a peer's machine brings into a run, and how it takes part."""
 
     short_names: ClassVar[Mapping[str, str]] = {"start_from": "from"}
@@ -278,22 +309,16 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     read their own copy."""
     output: Path = Path("runs/peer")
     """Directory of all that this peer keeps. It has its identity, versions and checkpoints."""
-    resume: bool = False
-    """Continue with the contents of `output`."""
     resume_round: Annotated[int, Field(ge=1)] | None = None
     """Resume from the checkpoint of this round. All peers that are started so go back together, others do not; once a
     peer has gone back, the flag does nothing."""
     skip_optimizer: bool = False
     """Resume with a new inner optimizer. Weights, data position and step counts are the checkpoint's."""
-    overwrite: bool = False
-    """Delete the contents of `output` and start anew."""
     alone: bool = False
     """Train on when all others have vanished. It begins once their leases have run out, by default after
     `round.shrink_seconds`."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
-    yes: bool = False
-    """Read another's public data set and tokenizer unasked; for scripts. By default a peer shows them and asks."""
     page: PagePlace = "127.0.0.1"
     """HOST:PORT of the live page, or `off`. Prometheus's /metrics is there too. Without a port, a free one; by default
     on this machine alone."""
@@ -324,9 +349,6 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     grace: PositiveFloat = 300.0
     """Longest time from SIGTERM to the end. A peer hands its slots over within so many seconds, also where a rank or a
     device hangs; a second SIGTERM ends it within 5."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
-    log_level: LogLevel = "info"
 
     @model_validator(mode="after")
     def _check_resume(self) -> VolunteerConfig:

@@ -25,8 +25,6 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
         ConfigError: it holds something and neither flag is given, it holds nothing to resume, it is a file, or
             nothing in it is ours to overwrite.
     """
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other; drop one")
     names = _names(directory)
     there = next(each for each in (directory, *directory.parents) if each.exists())
     if not there.is_dir():
