@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,6 +40,20 @@ def printable(text: object, max_chars: int = MAX_LINE_CHARS) -> str:
 def size_text(num_bytes: float) -> str:
     """Format a number of bytes for people."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def markdown_table(rows: Sequence[Sequence[str]], align: str) -> str:
+    """Return rows of cells, the head first, as a Markdown table that is aligned on a terminal, too.
+
+    Args:
+        rows: As many cells in each.
+        align: `<` or `>` for each column.
+    """
+    cells = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = [f":{'-' * (width - 1)}"[:: 1 if side == "<" else -1] for side, width in zip(align, widths, strict=True)]
+    lines = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)] for row in cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (next(lines), rule, *lines))
 
 
 def problem_of(error: ValidationError) -> str:

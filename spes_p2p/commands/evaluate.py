@@ -21,7 +21,7 @@ import torch
 from torch import LongTensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from spes_p2p.commands.early import check_checkpoint, check_text
+from spes_p2p.commands.early import check_checkpoint
 from spes_p2p.config import DataConfig
 from spes_p2p.config.commands import EvaluateConfig, SuiteName
 from spes_p2p.data.packing import encode, window_batches
@@ -29,9 +29,8 @@ from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer, own_template, text_encoder
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError, SpesError, one_line
-from spes_p2p.fs import write_atomic
 from spes_p2p.model.loss import held_out_loss
-from spes_p2p.presentation import say
+from spes_p2p.presentation import markdown_table, say
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +49,12 @@ class TaskGroup(NamedTuple):
     num_fewshot: int | None
 
 
-SUITES: dict[SuiteName, tuple[tuple[tuple[str, ...], int | None], ...]] = {
+SUITES: dict[SuiteName, tuple[TaskGroup, ...]] = {
     "spes": (
-        (("sciq", "piqa", "winogrande", "arc_easy", "social_iqa", "openbookqa", "boolq"), None),
-        (("arc_challenge",), 25),
-        (("hellaswag",), 10),
-        (("ceval-valid", "cmmlu", "mmlu"), None),
+        TaskGroup(("sciq", "piqa", "winogrande", "arc_easy", "social_iqa", "openbookqa", "boolq"), None),
+        TaskGroup(("arc_challenge",), 25),
+        TaskGroup(("hellaswag",), 10),
+        TaskGroup(("ceval-valid", "cmmlu", "mmlu"), None),
     )
 }
 """Published lists of task groups. Source of `spes`: `eval_scripts/eval_full.sh` of https://github.com/zjr2000/SPES."""
@@ -95,7 +94,7 @@ def join_ranks() -> Any:
 def load_checkpoint(
     directory: Path, precision: Literal["fp32", "bf16"] | None = None, device: torch.device | None = None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Loads model and tokenizer for evaluation, by default as it is stored, and on the GPU where there is one.
+    """Load model and tokenizer for evaluation, by default as it is stored, and on the GPU if there is one.
 
     Raises:
         DataError: no checkpoint there, a damaged one, or one without a tokenizer.
@@ -119,12 +118,7 @@ def load_checkpoint(
 def text_batches(
     tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], sequence_length: int, batch_size: int, limit: int | None
 ) -> list[LongTensor]:
-    """Cuts all text of `paths`, or the embedded corpus's held-out part, into batches `[B, T + 1]`.
-
-    Args:
-        paths: Text, jsonl or parquet files or folders; none takes the embedded corpus.
-        sequence_length: Tokens per sequence, T.
-        batch_size: Sequences per batch, B.
+    """Cut all text of `paths`, or the embedded corpus's held-out part, into batches `[B, T + 1]`.
 
     Raises:
         ConfigError: a path does not exist.
@@ -142,7 +136,7 @@ def text_batches(
 
 
 def text_metrics(model: nn.Module, batches: Sequence[LongTensor], subject: str) -> list[Metric]:
-    """Measures held-out loss in nats per token, and its exponential."""
+    """Measure held-out loss in nats per token, and its exponential."""
     num_rows, largest = model.get_input_embeddings().weight.shape[0], max(int(batch.max()) for batch in batches)  # type: ignore[operator]
     if largest >= num_rows:
         raise DataError(f"the tokenizer gives id {largest}, the model embeds {num_rows}; they do not belong together")
@@ -154,11 +148,8 @@ def text_metrics(model: nn.Module, batches: Sequence[LongTensor], subject: str) 
         raise ConfigError(f"the model cannot take {length} tokens at a time: {one_line(error)}; {remedy}") from error
     num_tokens = sum(batch[:, 1:].numel() for batch in batches)
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return [
-        Metric(subject, "loss", loss),
-        Metric(subject, "perplexity", perplexity),
-        Metric(subject, "tokens", float(num_tokens)),
-    ]
+    values = {"loss": loss, "perplexity": perplexity, "tokens": float(num_tokens)}
+    return [Metric(subject, name, value) for name, value in values.items()]
 
 
 def task_groups(
@@ -170,7 +161,7 @@ def task_groups(
         ConfigError: lm-eval is not installed, or `task_path` or all tasks do not exist.
     """
     groups = [TaskGroup(tuple(tasks), num_fewshot)] if tasks else []
-    groups += [TaskGroup(*group) for group in SUITES[suite]] if suite else []
+    groups += SUITES[suite] if suite else ()
     named = [task for group in groups for task in group.tasks]
     if twice := sorted({task for task in named if named.count(task) > 1}):
         raise ConfigError(
@@ -193,7 +184,7 @@ def task_metrics(
     limit: int | None = None,
     accelerator: Any = None,
 ) -> list[Metric]:
-    """Runs lm-eval tasks.
+    """Run lm-eval tasks; return what it reports, on ranks other than the first nothing.
 
     Args:
         model: A causal language model; tasks run on its device.
@@ -201,9 +192,6 @@ def task_metrics(
         task_path: Folder of task YAMLs, looked through before the ones that come with lm-eval.
         batch_size: Requests per forward pass, or `auto`.
         accelerator: That of the processes that share the requests; by default this one has all.
-
-    Returns:
-        What lm-eval reports; on ranks other than the first, nothing.
 
     Raises:
         ConfigError: lm-eval is not installed, or `task_path` or all tasks do not exist.
@@ -300,31 +288,29 @@ def _index(include: str | None, with_defaults: bool) -> Any:
 
 
 def _flatten(result: dict[str, Any]) -> list[Metric]:
-    found = {task: dict(_numbers(values)) for task, values in result["results"].items()}
+    found = {task: list(_numbers(values)) for task, values in result["results"].items()}
     groups = result.get("group_subtasks", {}).items()
     parts = {part for group, members in groups if found.get(group) for part in members}  # some groups have no mean
-    rows = []
-    for task, values in result["results"].items():
-        shots = result.get("n-shot", {}).get(task)
-        for key, value in found[task].items():
-            name, _, filter_name = key.partition(",")
-            error = values.get(f"{name}_stderr,{filter_name}")
-            stderr = float(error) if isinstance(error, int | float) else None
-            label = name if filter_name in ("", "none") else f"{name},{filter_name}"
-            rows.append(Metric(task, label, float(value), stderr, shots, task in parts))
-    return rows
+    shots = result.get("n-shot", {})
+    return [
+        Metric(task, name, value, stderr, shots.get(task), task in parts)
+        for task, numbers in found.items()
+        for name, value, stderr in numbers
+    ]
 
 
-def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of a task, by name and filter."""
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
+    """Yield the metrics of a task by name and filter, and their standard errors."""
     for key, value in values.items():
-        name = key.partition(",")[0]
+        name, _, filter_name = key.partition(",")
         if isinstance(value, int | float) and not name.endswith("_stderr") and not name.startswith("sample_"):
-            yield key, value
+            error = values.get(f"{name}_stderr,{filter_name}")
+            label = name if filter_name in ("", "none") else key
+            yield label, float(value), float(error) if isinstance(error, int | float) else None
 
 
 def main(config: EvaluateConfig) -> int:
-    """Print what `evaluate` measures, also what it has measured before an error."""
+    """Print what `evaluate` measures, also what it has measured before an error; return the exit code."""
     rows: list[Metric] = []
     try:
         evaluate(config, rows)
@@ -335,7 +321,7 @@ def main(config: EvaluateConfig) -> int:
 
 
 def evaluate(config: EvaluateConfig, rows: list[Metric] | None = None) -> list[Metric]:
-    """Evaluates one checkpoint: tasks and suites if given, text if given or if nothing else is.
+    """Evaluate one checkpoint: tasks and suites if given, text if given or if nothing else is.
 
     The files are written, and `rows` extended, after each group of tasks. If a group fails, its tasks run one by one.
 
@@ -345,9 +331,8 @@ def evaluate(config: EvaluateConfig, rows: list[Metric] | None = None) -> list[M
     Raises:
         ConfigError, DataError: as the functions above; for tasks that cannot run, after all others have run.
     """
-    check_text(config.text)  # before a large model is loaded
     for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
-        if file is not None and not _is_writable(file):
+        if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
             raise ConfigError(f"cannot write {flag} {file}; name a file in a folder that exists and is writable")
     groups = task_groups(config.tasks, config.suite, config.task_path, config.num_fewshot)
     accelerator = join_ranks()
@@ -396,73 +381,41 @@ def _sequence_length(model: nn.Module, chosen: int | None) -> int:
 
 def _write(rows: Sequence[Metric], config: EvaluateConfig) -> None:
     if config.json_file is not None:
-        write_json(rows, config.json_file)
+        _write_file(as_json(rows), config.json_file, "--json")
     if config.markdown is not None:
-        _write_file(markdown(rows), config.markdown, "--markdown")
+        _write_file(table(rows), config.markdown, "--markdown")
 
 
 def table(rows: Sequence[Metric]) -> str:
-    """Formats metrics for a terminal; of a group of tasks, the group's only."""
-    columns = zip(*(_cells(row) for row in rows if not row.is_part), strict=True)
-    aligned = []
-    for align, cells in zip("<><><", columns, strict=True):
-        if width := max(map(len, cells)):  # text has no shots, and few tasks' metrics have no error
-            aligned.append([f"{cell:{align}{width}}" for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
+    """Return metrics as a Markdown table; of a group of tasks, the group's only."""
+    cells = [
+        (
+            row.subject,
+            "" if row.num_fewshot is None else str(row.num_fewshot),
+            row.name,
+            f"{row.value:.0f}" if row.value.is_integer() and abs(row.value) >= 2 else f"{row.value:.4f}",
+            "" if row.stderr is None else f"± {row.stderr:.4f}",
+        )
+        for row in rows
+        if not row.is_part
+    ]
+    return markdown_table([("task", "shots", "metric", "value", "standard error"), *cells], "<><>>")
 
 
-def markdown(rows: Sequence[Metric]) -> str:
-    """Formats metrics as a Markdown table; of a group of tasks, the group's only."""
-    head = ("task", "shots", "metric", "value", "standard error")
-    lines = [head, ("---", "---:", "---", "---:", "---:"), *(_cells(row) for row in rows if not row.is_part)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def _cells(row: Metric) -> tuple[str, str, str, str, str]:
-    shots = "" if row.num_fewshot is None else str(row.num_fewshot)
-    stderr = "" if row.stderr is None else f"± {row.stderr:.4f}"
-    return row.subject, shots, row.name, _number(row.value), stderr
-
-
-def write_json(rows: Sequence[Metric], file: Path) -> None:
-    """Writes metrics as `{subject: {name: value, name_stderr: value, num_fewshot: value}}`.
-
-    Raises:
-        ConfigError: `file` cannot be written.
-    """
+def as_json(rows: Sequence[Metric]) -> str:
+    """Return metrics as `{subject: {name: value, name_stderr: value, num_fewshot: value}}`."""
     nested: dict[str, dict[str, float | None]] = {}
     for row in rows:
-        fields = nested.setdefault(row.subject, {})
+        values = {row.name: row.value, f"{row.name}_stderr": row.stderr, "num_fewshot": row.num_fewshot}
+        fields = {name: value for name, value in values.items() if value is not None}
         # JSON has no infinity.
-        fields[row.name] = row.value if math.isfinite(row.value) else None
-        if row.stderr is not None:
-            fields[f"{row.name}_stderr"] = row.stderr if math.isfinite(row.stderr) else None
-        if row.num_fewshot is not None:
-            fields["num_fewshot"] = row.num_fewshot
-    _write_file(json.dumps(nested, indent=2) + "\n", file, "--json")
-
-
-def _is_written_in_place(file: Path) -> bool:
-    """Tell whether a file must not be replaced: /dev/stdout, another device, or a link to a file elsewhere."""
-    return file.is_symlink() or (file.exists() and not file.is_file())
-
-
-def _is_writable(file: Path) -> bool:
-    if _is_written_in_place(file):
-        return not file.is_dir() and os.access(file, os.W_OK)
-    return os.access(file.parent, os.W_OK)
+        finite = {name: value if math.isfinite(value) else None for name, value in fields.items()}
+        nested.setdefault(row.subject, {}).update(finite)
+    return json.dumps(nested, indent=2)
 
 
 def _write_file(text: str, file: Path, flag: str) -> None:
     try:
-        if _is_written_in_place(file):
-            file.write_text(text, encoding="utf-8")
-            return
-        with write_atomic(file) as stream:
-            stream.write(text.encode())
+        file.write_text(f"{text}\n", encoding="utf-8")  # in place: it may be /dev/stdout, or a link
     except OSError as error:
         raise ConfigError(f"cannot write {flag} {file}: {error.strerror}; name another file") from error
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() and abs(value) >= 2 else f"{value:.4f}"

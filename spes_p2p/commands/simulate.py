@@ -21,7 +21,7 @@ import torch
 from spes_p2p.cli import set_up_logging
 from spes_p2p.config.commands import SimulateConfig
 from spes_p2p.errors import ConfigError
-from spes_p2p.presentation import say
+from spes_p2p.presentation import markdown_table, say
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import Evaluation, simulate
 from spes_p2p.sim.sweep import (
@@ -235,10 +235,7 @@ def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:
 
 
 def table(sweep: Sweep, results: Results) -> str:
-    """Return a Markdown table with a row for each variant that has a finished run, and the missing runs below it.
-
-    Its columns also align on a terminal: text to the left, numbers to the right.
-    """
+    """Return a Markdown table with a row for each variant that has a finished run, and the missing runs below it."""
     closed = [f"gap closed: {gap.name}" for gap in sweep.gaps]
     rows = [["variant", "seeds", "held-out loss", *closed, *TITLES]]
     for name, variant in sweep.variants.items():
@@ -247,13 +244,9 @@ def table(sweep: Sweep, results: Results) -> str:
             gaps = [_gap_cell(gap, name, results) for gap in sweep.gaps]
             loss = Spread({seed: result.loss for seed, result in own.items()}).text(".4f")
             rows.append([variant.title, f"{len(own)} of {len(sweep.seeds)}", loss, *gaps, *_amounts(own)])
-    cells = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
-    padded = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
     missing = [f"{name} seed {seed}" for name, seed in sweep.chosen([], []) if (name, seed) not in results]
-    lines = [f"| {' | '.join(row)} |" for row in (padded[0], rule, *padded[1:])]
-    return "\n".join([*lines, *([f"\nwithout a result: {', '.join(missing)}"] if missing else [])])
+    without = f"\n\nwithout a result: {', '.join(missing)}" if missing else ""
+    return markdown_table(rows, "<".ljust(len(rows[0]), ">")) + without
 
 
 def has_equal_tokens(solo: RunResult, centralised: RunResult, ours: RunResult) -> bool:

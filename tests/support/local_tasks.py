@@ -14,7 +14,7 @@ GROUPS = {"ceval-valid": ("ceval-valid_law", "ceval-valid_logic"), "mmlu": ("mml
 def write_local_tasks(folder: Path) -> Path:
     """Write a stand-in for each task of the suites, and for `c4`; return the folder for --task-path."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {task for suite in SUITES.values() for tasks, _ in suite for task in tasks}
+    names = {task for suite in SUITES.values() for group in suite for task in group.tasks}
     singles = names - GROUPS.keys() | {part for parts in GROUPS.values() for part in parts}
     for template, tasks in (("choices.yaml", sorted(singles)), ("text.yaml", ["c4"])):
         text = (FIXTURES / template).read_text(encoding="utf-8").replace("FOLDER", str(FIXTURES))
