@@ -8,12 +8,10 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,30 +47,21 @@ STOP_SECONDS = 30.0
 TAIL_LINES = 12
 
 
-@dataclass
-class Child:
-    """A process, its name and its log."""
+class Child(ForkProcess):
+    """A fork of this process, in which all is imported, for a command with a log of its own."""
 
-    name: str
-    process: Fork | subprocess.Popen[bytes]
-    log: Path
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end; tell whether it has come."""
-        try:
-            self.process.wait(max(seconds, 0.0))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+    def __init__(self, name: str, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
+        super().__init__(target=_run, args=(arguments, log.absolute(), on_terminal), name=name)
+        self.log = log
 
     def is_running(self) -> bool:
-        """Tell whether it still runs.
+        """Check whether it still runs.
 
         Raises:
             SpesError: it ended with an error of its own, and the end of its log is printed. A process that was killed,
                 or was asked to leave, is a fact of life, not an error.
         """
-        code = self.process.poll()
+        code = self.exitcode
         if code is not None and code > 0 and not self.has_left:
             say(self.tail())  # an error is one line, and cut
             raise SpesError(f"{self.name} failed with exit code {code}; the lines above are the end of {self.log}")
@@ -81,46 +70,26 @@ class Child:
     @property
     def has_left(self) -> bool:
         """Whether it has handed its slots over, as it was asked to."""
-        return self.process.poll() == EXIT_INTERRUPTED
+        return self.exitcode == EXIT_INTERRUPTED
 
     def killer(self) -> str | None:
         """Return the name of the signal that killed it, if one did."""
-        code = self.process.poll()
-        return signal.Signals(-code).name if code is not None and code < 0 else None
+        return signal.Signals(-self.exitcode).name if self.exitcode is not None and self.exitcode < 0 else None
 
     def tail(self) -> str:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
-class Fork(ForkProcess):
-    """A fork of this process, in which all is imported, with two methods of `subprocess.Popen`."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative if a signal has killed it; None while it runs."""
-        return self.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not come in time.
-        """
-        self.join(timeout)
-        if self.exitcode is None:
-            raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
-        return self.exitcode
-
-
 PROGRAMS: dict[str, tuple[Any, Callable[[Any], int]]] = {
     "peer": (PeerConfig, life.main),
     "monitor": (MonitorConfig, monitor.main),
 }
-"""What a fork can run."""
+"""What a child can run."""
 
 
 def _run(arguments: Sequence[str], log: Path, on_terminal: bool) -> NoReturn:
-    """Run a command in a fork, and end with its exit code.
+    """Run a command in a child, and end with its exit code.
 
     It does not see this command's `SPES_` variables: they configure the parent, which passes on what is meant for it.
 
@@ -155,13 +124,12 @@ def _run(arguments: Sequence[str], log: Path, on_terminal: bool) -> NoReturn:
 def stop(children: Sequence[Child]) -> None:
     """Ask all to end, and kill those that have not after STOP_SECONDS."""
     for child in children:
-        if child.process.poll() is None:
-            child.process.terminate()
+        child.terminate()
     deadline = time.monotonic() + STOP_SECONDS
     for child in children:
-        if not child.wait(deadline - time.monotonic()):
-            child.process.kill()
-            child.process.wait()
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
+        child.join()
 
 
 START_SECONDS = 180.0
@@ -342,7 +310,7 @@ class Experiment:
         ):
             if not founder.is_running() or time.monotonic() > deadline:
                 raise SpesError(f"the first peer did not start within {START_SECONDS:.0f} s; see {founder.log}")
-            founder.wait(POLL_SECONDS)
+            founder.join(POLL_SECONDS)
         address = address_file.read_text().strip()
         friends = [file for index in range(self._config.peers) if (file := self._folder(index) / FRIENDS_FILE).exists()]
         invite = ["--invite", str(friends[0])] if friends else []
@@ -381,18 +349,17 @@ class Experiment:
 
     def _spawn(self, name: str, command: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
         log = self._config.output / "logs" / f"{name}.log"
-        words = [command, *arguments, *_own_words(self._config)]
-        fork = Fork(target=_run, args=(words, log.absolute(), on_terminal), name=name)
-        fork.start()
+        child = Child(name, [command, *arguments, *_own_words(self._config)], log, on_terminal=on_terminal)
+        child.start()
         with open(log.parent / PIDS_FILE, "a" if self._peers else "w") as pids:
-            pids.write(f"{fork.pid}\n")
-        return Child(name, fork, log)
+            pids.write(f"{child.pid}\n")
+        return child
 
     def _watch(self) -> int:
         """Wait for the monitor's end; note peers that die on the way."""
         assert self._monitor is not None
         running = list(self._peers)
-        while self._monitor.process.poll() is None:
+        while (code := self._monitor.exitcode) is None:
             for child in list(running):
                 if not child.is_running():
                     running.remove(child)
@@ -400,8 +367,7 @@ class Experiment:
                         say(f"{child.name} was killed by {killer}; the swarm goes on without it")
                     elif child.has_left:
                         say(f"{child.name} has left, as it was asked to; the swarm goes on without it")
-            self._monitor.wait(POLL_SECONDS)
-        code = self._monitor.process.wait()
+            self._monitor.join(POLL_SECONDS)
         if code:
             say(self._monitor.tail())
         return code
@@ -447,7 +413,7 @@ def _opening(config: ExperimentConfig, link: str, slots: int, peer: Child) -> st
     return (
         f"{config.peers} peers train run {config.run_id!r}; logs and {PIDS_FILE} in {out / 'logs'}\n"
         f"join by hand:  {_spes(*words, *_own_words(config))}\n"
-        f"kill {peer.name}:   kill -KILL {peer.process.pid}\n"
+        f"kill {peer.name}:   kill -KILL {peer.pid}\n"
         "stop:          Ctrl-C\n"
     )
 

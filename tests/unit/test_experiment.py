@@ -39,11 +39,12 @@ class Idle:
     pids = itertools.count(4711)
     started: ClassVar[Words] = {}
 
-    def __init__(self, *, target: object, args: tuple[list[str], Path, bool], name: str) -> None:
-        self.words, log, on_terminal = args
-        self.name, self.pid = name, next(self.pids)
+    def __init__(self, name: str, words: list[str], log: Path, *, on_terminal: bool = False) -> None:
+        self.name, self.words, self.pid = name, words, next(self.pids)
         self.exitcode = 0 if name == "monitor" else None
-        assert log.stem == name and self.words[0] == ("monitor" if on_terminal else "peer")
+        assert log.stem == name and words[0] == ("monitor" if on_terminal else "peer")
+
+    is_running, has_left, killer = local.Child.is_running, local.Child.has_left, local.Child.killer
 
     def start(self) -> None:
         self.started[self.name] = self.words
@@ -52,11 +53,8 @@ class Idle:
         (output / LINK_FILE).write_text(f"link-of-{self.name}\n")
         (output / ADDRESS_FILE).write_text(f"address-of-{self.name}\n")
 
-    def poll(self) -> int | None:
-        return self.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
+    def join(self, timeout: float | None = None) -> None:
+        """Nothing is waited for."""
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Words:
     """What was started last, in that order: each child's words by its name."""
     started: Words = {}
     monkeypatch.setattr(Idle, "started", started)
-    monkeypatch.setattr(local, "Fork", Idle)
+    monkeypatch.setattr(local, "Child", Idle)
     monkeypatch.setattr(local, "stop", lambda children: None)
     monkeypatch.setattr(local, "_in_a_fork", lambda prepare, config: None)  # nothing to tokenise
     return started
@@ -212,12 +210,11 @@ def test_a_peer_that_leaves_as_it_was_asked_to_ends_no_experiment(
         start(child)
         child.exitcode = {"peer-1": EXIT_INTERRUPTED}.get(child.name)
 
-    def end(child: Idle, timeout: float | None = None) -> int:
+    def end(child: Idle, timeout: float | None = None) -> None:
         child.exitcode = child.exitcode or 0
-        return child.exitcode
 
     monkeypatch.setattr(Idle, "start", leave)
-    monkeypatch.setattr(Idle, "wait", end)
+    monkeypatch.setattr(Idle, "join", end)
     config = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
     places = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
     assert local.main(ExperimentConfig(run=config, peers=PEERS, max_slots=SLOTS, **places)) == 0
@@ -305,28 +302,31 @@ def test_settings_given_with_resume_that_the_run_does_not_have_are_refused(tmp_p
         local._resumed(load_settings(ExperimentConfig, [*common, "--run.round.total", "77"]))
 
 
-FORKS = """
+CHILDREN = """
 import os, pathlib, signal, sys
-from spes_p2p.commands.local import PROGRAMS, Fork, _run
+from spes_p2p.commands.local import PROGRAMS, Child
 
 PROGRAMS["peer"] = PROGRAMS["peer"][0], lambda config: signal.pause()
 log = pathlib.Path(sys.argv[1])
 words = (["peer", "--help"], ["peer", "--max-slot", "4"], ["peer", "--run-id", "r"])
-forks = [Fork(target=_run, args=(each, log, False)) for each in words]
-for fork in forks:
-    fork.start()
-print(*(fork.wait(60) for fork in forks[:2]), forks[2].poll(), forks[2].pid, flush=True)
+children = [Child(f"peer-{index}", each, log) for index, each in enumerate(words)]
+for child in children:
+    child.start()
+for child in children[:2]:
+    child.join(60)
+print(*(child.exitcode for child in children), children[2].pid, flush=True)
 if sys.argv[2] == "dies":
     os._exit(0)
-forks[2].kill()
-print(forks[2].wait(60))
+children[2].kill()
+children[2].join(60)
+print(children[2].exitcode)
 """
 
 
 @pytest.mark.parametrize("end", ["kills", "dies"])
-def test_a_fork_runs_a_command_in_a_log_of_its_own_and_dies_with_its_parent(tmp_path: Path, end: str) -> None:
+def test_a_child_runs_a_command_in_a_log_of_its_own_and_dies_with_its_parent(tmp_path: Path, end: str) -> None:
     log = tmp_path / "peer.log"
-    words = [sys.executable, "-c", FORKS, str(log), end]
+    words = [sys.executable, "-c", CHILDREN, str(log), end]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     first, *rest = ended.stdout.splitlines()
     *codes, pid = first.split()
