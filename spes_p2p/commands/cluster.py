@@ -83,12 +83,7 @@ def main(config: ClusterConfig) -> int:
 
 
 def as_peer(config: ClusterConfig, output: Path) -> PeerConfig:
-    """Return the settings of `spes peer` for this node.
-
-    Args:
-        config: The job's settings, the same on all nodes.
-        output: The peer's folder; a peer in it is resumed.
-    """
+    """Return the settings of `spes peer` for this node; a peer in its folder `output` is resumed."""
     given = config.model_fields_set & PeerConfig.model_fields.keys() - {"run"}
     chosen = {name: getattr(config, name) for name in given}
     overwrite = config.overwrite and not int(os.environ.get("SLURM_RESTART_COUNT") or 0)  # a requeued job goes on
@@ -152,12 +147,7 @@ FOUNDER = "founder"
 
 
 class Rendezvous:
-    """A run's folder, in which the peers of a job find each other.
-
-    Args:
-        shared: A folder that all nodes see.
-        run_name: The run.
-        name: This node's.
+    """A run's folder, in which the peers of a job find each other by their nodes' names.
 
     Raises:
         ConfigError: the folder cannot be written.

@@ -1,4 +1,4 @@
-"""How good a checkpoint is: held-out loss on text, and lm-eval tasks, single or as a published suite.
+"""`spes evaluate`: held-out loss on text, and lm-eval tasks, single or as a published suite.
 
 Reads an ordinary Hugging Face checkpoint, so it measures this project's models and any other by the same rule. Several
 processes, as torchrun or accelerate start them, share the tasks' requests; the first one measures text and reports.
@@ -61,17 +61,14 @@ SUITES: dict[SuiteName, tuple[TaskGroup, ...]] = {
 
 
 class Metric(NamedTuple):
-    """One row of the report: `text` / `loss` / 3.21, or a task's name, its metric and value.
-
-    `num_fewshot` and `stderr` are None where there are none; `is_part` marks a task that a group's row includes.
-    """
+    """One row of the report: `text` / `loss` / 3.21, or a task's name, its metric and value."""
 
     subject: str
     name: str
     value: float
     stderr: float | None = None
     num_fewshot: int | None = None
-    is_part: bool = False
+    is_part: bool = False  # of a group, whose row includes it
 
 
 def join_ranks() -> Any:
@@ -184,18 +181,15 @@ def task_metrics(
     limit: int | None = None,
     accelerator: Any = None,
 ) -> list[Metric]:
-    """Run lm-eval tasks; return what it reports, on ranks other than the first nothing.
+    """Run lm-eval tasks on the model's device; return what it reports, on ranks other than the first nothing.
 
     Args:
-        model: A causal language model; tasks run on its device.
-        group: Names of tasks or of lm-eval's groups, and their examples.
         task_path: Folder of task YAMLs, looked through before the ones that come with lm-eval.
         batch_size: Requests per forward pass, or `auto`.
         accelerator: That of the processes that share the requests; by default this one has all.
 
     Raises:
-        ConfigError: lm-eval is not installed, or `task_path` or all tasks do not exist.
-        DataError: a task does not exist, or its data cannot be had.
+        ConfigError, DataError: lm-eval, a task or its data cannot be had.
     """
     lm_eval, errors = _lm_eval()
     manager = _task_manager(group.tasks, task_path)
@@ -323,13 +317,8 @@ def main(config: EvaluateConfig) -> int:
 def evaluate(config: EvaluateConfig, rows: list[Metric] | None = None) -> list[Metric]:
     """Evaluate one checkpoint: tasks and suites if given, text if given or if nothing else is.
 
-    The files are written, and `rows` extended, after each group of tasks. If a group fails, its tasks run one by one.
-
-    Returns:
-        All rows; on ranks other than the first, none.
-
-    Raises:
-        ConfigError, DataError: as the functions above; for tasks that cannot run, after all others have run.
+    The files are written, and `rows` extended and returned, after each group of tasks. If a group fails, its tasks run
+    one by one, and the error of those that cannot run comes after all others. Ranks other than the first have no rows.
     """
     for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
         if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):

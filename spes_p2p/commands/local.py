@@ -233,12 +233,7 @@ def _prepare_corpus(config: ExperimentConfig) -> None:
 
 
 class Experiment:
-    """Starts the processes, watches them, and leaves none behind.
-
-    Args:
-        config: The experiment's settings.
-        max_slots: Slots per peer.
-    """
+    """Starts the processes, watches them, and leaves none behind."""
 
     def __init__(self, config: ExperimentConfig, max_slots: int) -> None:
         self._config = config
@@ -296,7 +291,7 @@ class Experiment:
     def _start(self) -> str:
         """Start one peer, which has something to resume if any has, then the others; return the run's link."""
         first, *others = sorted(range(self._config.peers), key=lambda index: not can_resume(self._folder(index)))
-        address_file = self._folder(first) / ADDRESS_FILE  # it may be there from an earlier start
+        address_file = self._folder(first) / ADDRESS_FILE  # it may be there from an earlier start, and names its port
         before = address_file.stat().st_mtime_ns if address_file.exists() else None
         # The monitor may lack versions of a finished run, which a resumed founder serves only if it is told to.
         serves = ["--seed-seconds", f"{SEED_SECONDS:g}"]
