@@ -28,7 +28,7 @@ MAX_ENTRY_LINES = 30
 DEFINING_CALLS = {
     *("getLogger", "get_logger", "TypeVar", "ParamSpec", "ContextVar", "NewType", "namedtuple", "NamedTuple"),
     *("Family", "Form"),  # rows of tables
-    *("Field", "ConfigDict", "StringConstraints", "TypeAdapter"),
+    *("Field", "ConfigDict", "StringConstraints", "TaskGroup", "TypeAdapter"),
     *("AfterValidator", "BeforeValidator", "PlainValidator", "WrapValidator"),
     *(
         "frozenset",
@@ -39,7 +39,6 @@ DEFINING_CALLS = {
         "range",
         "zip",
         "VectorName",
-        "TaskGroup",
         "float",
         "compile",
         "Struct",
