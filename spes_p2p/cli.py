@@ -109,9 +109,10 @@ class Flag(NamedTuple):
 def all_flags(cls: type[BaseModel], section: str = "") -> Iterator[Flag]:
     """Yield a command's flags, those of nested settings included."""
     short: Mapping[str, str] = getattr(cls, "short_names", {})
-    # Required ones first, then the command's own, then those that it shares with others.
-    fields = sorted(cls.model_fields.items(), key=lambda f: (not f[1].is_required(), f[0] not in cls.__annotations__))
-    for name, field in fields:
+    # Required ones first, then the command's own, then those of each class that it shares with others.
+    classes = [vars(each).get("__annotations__", ()) for each in cls.__mro__]
+    owner = {name: next(at for at, names in enumerate(classes) if name in names) for name in cls.model_fields}
+    for name, field in sorted(cls.model_fields.items(), key=lambda f: (not f[1].is_required(), owner[f[0]])):
         setting = f"{section}.{name}".lstrip(".")
         if NO_FLAG in field.metadata:
             continue
