@@ -23,6 +23,7 @@ from spes_p2p.config.machine import (
     KeptRounds,
     MachineConfig,
     NamedRun,
+    NewRun,
     Output,
     OwnData,
     PagePlace,
@@ -90,16 +91,11 @@ class JoinConfig(VolunteerConfig):
         return self
 
 
-class ClusterConfig(VolunteerConfig, NamedRun):
+class ClusterConfig(NewRun, VolunteerConfig, NamedRun):
     """Train a run with one peer per node. Start it on each node; the first founds."""
 
     shared: Path
     """Folder that all nodes see. The job's peers find each other there."""
-    config: ConfigFile | None = None
-    """YAML or TOML of a new run's settings, under `run`, and the machines'. The name of a file that comes with the
-    program will do."""
-    run: RunConfig | None = None
-    """Settings of the run, of use to its founder."""
     output: Path | None = None  # type: ignore[assignment]
     """Directory of this node's peer; by default in `shared`. If it has a peer, that goes on."""
 

@@ -359,19 +359,24 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output,
         return self
 
 
-class PeerConfig(VolunteerConfig, NamedRun):
-    """Join a run with --initial-peers, or found one without, and train it."""
+class NewRun(Frozen):
+    """What the founder of a run sets."""
 
     config: ConfigFile | None = None
     """YAML or TOML of a new run's settings, under `run`, and this machine's. The name of a file that comes
     with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
+    run: RunConfig | None = None
+    """Settings of the run, for its founder only. The others take them from the signed manifest."""
+
+
+class PeerConfig(NewRun, VolunteerConfig, NamedRun):
+    """Join a run with --initial-peers, or found one without, and train it."""
+
     initial_peers: list[str] = []
     """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
     adapter: Path | None = None
     """For a founder with --from: train adapters over the checkpoint, which stays frozen. `lora` begins a new one, with
     the settings in `run.adapter`; the folder of an adapter that peft or `spes export` has saved goes on from it."""
-    run: RunConfig | None = None
-    """Settings of the run, for its founder only. The others take them from the signed manifest."""
 
     @property
     def shards(self) -> list[Path]:

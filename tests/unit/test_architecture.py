@@ -28,8 +28,8 @@ MAX_ENTRY_LINES = 30
 DEFINING_CALLS = {
     *("getLogger", "get_logger", "TypeVar", "ParamSpec", "ContextVar", "NewType", "namedtuple", "NamedTuple"),
     *("Family", "Form"),  # rows of tables
-    *("Field", "ConfigDict", "StringConstraints", "TaskGroup", "TypeAdapter"),
-    *("AfterValidator", "BeforeValidator", "PlainValidator", "WrapValidator"),
+    *("Field", "ConfigDict", "StringConstraints", "TypeAdapter"),
+    *("AfterValidator", "BeforeValidator", "PlainValidator", "TaskGroup", "WrapValidator"),
     *(
         "frozenset",
         "tuple",
