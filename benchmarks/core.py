@@ -48,7 +48,7 @@ PARTS: dict[str, str] = {
     "bytes": "-m benchmarks.certificate_bytes",
     "first": "-m benchmarks.first_command {tree}",
     "adamw": "benchmarks/local_experiment.py --pace --experiment runs/adamw",
-    "simulator_16": "benchmarks/simulator_speed.py --peers 16 --pairs 3",
+    "simulator_16": "benchmarks/simulator_speed.py --peers 16 --pairs 1",
     "many": "benchmarks/real_size.py --only many",
 }
 """The arguments of Python that measure each part; a fresh folder, or a simulation would show its earlier results.

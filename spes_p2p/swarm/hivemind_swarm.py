@@ -323,6 +323,7 @@ class HivemindSwarm:
 
         async def average(roster: Roster, attempt: int) -> Outcome:
             met_at = self.now()
+            log.debug("round %d: %d peers meet in attempt %d", roster.round + 1, len(roster), attempt)
             averaged = await averaging.average(roster, attempt, self._encoded)
             lost.update({averaged.lost} - {""})
             outcome = await asyncio.to_thread(self._take, roster, averaged, contribution, met_at - began, stage)

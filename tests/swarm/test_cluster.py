@@ -176,7 +176,7 @@ MOMENTS = {
     "it measures": "kernel auto",
     "it fetches versions": "caught up with round",
     "it has entered": "entered the run",
-    "it has met the other": "assembled group",
+    "it has met the other": r"2 peers meet",
     "it has committed": r"round \d+: 2 peers",
 }
 """Moments of a peer's life, by what it has printed last."""
