@@ -88,10 +88,10 @@ def file_state(path: Path) -> State:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def digest_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hex, without reading it whole into memory."""
+def digest_of_file(path: Path, algorithm: str = "sha256") -> str:
+    """Return the digest of a file in hex, without reading it whole into memory."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def content_digests(paths: Sequence[Path], cache: Path | None) -> list[str]:

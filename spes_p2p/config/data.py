@@ -50,7 +50,7 @@ def _tokenizer_name(value: str) -> str:
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]  # guard: source-name
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Url = Annotated[str, Field(max_length=1024, pattern=r"^https?://[A-Za-z0-9.:\[\]-]+(/[!-?A-~]*)?$")]  # guard: shard-url
+Url = Annotated[str, Field(max_length=1024, pattern=r"^https://[A-Za-z0-9.:\[\]-]+(/[!-?A-~]*)?$")]  # guard: shard-url
 """Where shards can be fetched: `@` is left out, so that no user names hide the host."""
 MAX_URLS = 8
 Weight = Annotated[int, Field(ge=0, le=1000)]  # guard: weight-bounds

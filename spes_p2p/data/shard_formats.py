@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import mmap
@@ -34,6 +35,7 @@ NUMPY_MAGIC, MEGATRON_MAGIC = b"\x93NUMPY", b"MMIDIDX\x00\x00"
 MEGATRON_HEADER_BYTES = 34
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MDS_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+MDS_INDEX = "index.json"
 MDS_NAMES = ("tokens", "input_ids")
 """Columns that hold tokens; else the only column that holds an array does."""
 SAMPLE_TOKENS = 2**16
@@ -243,7 +245,7 @@ def _megatron(path: Path) -> Shard:
 
 def is_mds_index(path: Path) -> bool:
     """Tell whether a file is the `index.json` of MDS shards."""
-    if path.name != "index.json":
+    if path.name != MDS_INDEX:
         return False
     content = _json(path)
     return isinstance(content, dict) and isinstance(content.get("shards"), list) and "version" in content
@@ -288,8 +290,27 @@ def _mds_files(index: Path) -> Iterator[Path]:
         yield there[0]
 
 
+def mds_entries(index: str, content: bytes) -> Iterator[tuple[str, int, dict[str, str]]]:
+    """Yield name, size and digests of the files that an index names; of a compressed shard, the compressed file.
+
+    Raises:
+        DataError: the index is damaged.
+    """
+    with _as_mds(index, 0):
+        entries = json.loads(content)["shards"]
+    for number, entry in enumerate(entries):
+        with _as_mds(index, number):
+            file = entry["zip_data"] or entry["raw_data"]
+            if not 0 <= file["bytes"] < 2**62:
+                raise ValueError(file["bytes"])
+            digests = {
+                kind: str(file["hashes"][kind]) for kind in file["hashes"] if kind in hashlib.algorithms_available
+            }
+            yield _plain(index, file["basename"]), file["bytes"], digests
+
+
 @contextlib.contextmanager
-def _as_mds(index: Path, number: int) -> Iterator[None]:
+def _as_mds(index: Path | str, number: int) -> Iterator[None]:
     """Raise what a malformed entry of an index raises as one line."""
     try:
         yield
@@ -392,7 +413,7 @@ def _mds_file(index: Path, entry: dict[str, Any], cache: Path) -> tuple[Path, Pa
     return packed, unpacked
 
 
-def _plain(index: Path, name: Any) -> str:
+def _plain(index: Path | str, name: Any) -> str:
     """Return a file name of an index, which must not lead out of its folder; a merged index names subfolders."""
     if not isinstance(name, str) or name.startswith("/") or ".." in Path(name).parts:  # guard: shard-file-name
         raise DataError(f"{index} names the file {str(name)[:100]!r}, which is no plain name; fetch the index again")

@@ -1,51 +1,65 @@
-"""Shards by HTTP: verified, resumed, never from a private address on a stranger's word. The server is aiohttp's."""
+"""Shards by HTTP and S3: verified, resumed, a founder's by https alone. The servers are aiohttp's and rclone's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import io
 import json
 import logging
+import os
 import random
 import shutil
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from spes_p2p.config import DataConfig, PeerConfig, RunConfig
 from spes_p2p.data import remote
 from spes_p2p.data.packing import train_sources
 from spes_p2p.data.remote import MANIFEST, fetch, url_of, with_fetched
-from spes_p2p.data.shards import ShardManifest
+from spes_p2p.data.shards import ShardManifest, TokenShards
+from spes_p2p.data.sources import documents
 from spes_p2p.data.tokenise import Settings, tokenise
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
 from spes_p2p.errors import ConfigError, DataError, OutageError
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.swarm.manifest import Manifest
+from tests.support.s3_server import RCLONE, s3_environment, s3_server
 
 from .conftest import sentences, write_rows
 from .test_data_windows import FIXTURES
 
 
 class ShardServer:
-    """A static server with ranges, on loopback.
+    """A static server with ranges, on loopback; with a folder of a certificate by https.
 
     Attributes:
         asked: Path and Range of each request, in order.
         answer: Answers in place of the files, if it returns something.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, certificate: Path | None = None) -> None:
         self.asked: list[tuple[str, str]] = []
         self.answer: Callable[[web.Request], web.StreamResponse | None] = lambda request: None
         self.port = 0
         self._root = root
+        self._ssl = None if certificate is None else ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        if self._ssl is not None:
+            self._ssl.load_cert_chain(certificate / "own.pem", certificate / "own.key")
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
@@ -54,7 +68,7 @@ class ShardServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/shards/{MANIFEST}"
+        return f"http{'s' * (self._ssl is not None)}://127.0.0.1:{self.port}/shards/{MANIFEST}"
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -71,7 +85,7 @@ class ShardServer:
             app.router.add_static("/shards", self._root)
             runner = web.AppRunner(app)
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=self._ssl)
             await site.start()
             self.port = runner.addresses[0][1]
             ready.set()
@@ -102,8 +116,44 @@ def served(shards: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(served: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
-    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.001)
+    quickly(monkeypatch)
     with contextlib.closing(ShardServer(served)) as server:
+        yield server
+
+
+def quickly(monkeypatch: pytest.MonkeyPatch, num_retries: int = 7) -> None:
+    """Ask again at once."""
+    pauses = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
+    retries = {"max_retries": num_retries, "backoff": pauses, "retry_timeout": timedelta(seconds=30)}
+    monkeypatch.setattr(remote, "RETRIES", retries)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority's certificate, and that of 127.0.0.1 and its key."""
+    folder, now = tmp_path_factory.mktemp("certificate"), datetime.now(UTC)
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in ("authority", "server")]
+    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    for number, (key, name, extension) in enumerate(
+        zip(keys, names, (x509.BasicConstraints(ca=True, path_length=None), address), strict=True)
+    ):
+        made = x509.CertificateBuilder(names[0], name, key.public_key(), number + 1, now, now + timedelta(1))
+        signed = made.add_extension(extension, critical=False).sign(keys[0], hashes.SHA256())
+        file = folder / ("authority.pem", "own.pem")[number]
+        file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    kind, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / "own.key").write_bytes(keys[1].private_bytes(serialization.Encoding.PEM, kind, plain))
+    return folder
+
+
+@pytest.fixture
+def founders(served: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+    """A server by https, whose certificate this machine trusts."""
+    quickly(monkeypatch, 1)
+    authority = (certificate / "authority.pem").read_bytes()
+    monkeypatch.setattr(remote, "CLIENT", {**remote.CLIENT, "root_certificate": authority})
+    with contextlib.closing(ShardServer(served, certificate)) as server:
         yield server
 
 
@@ -117,7 +167,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_path_that_is_an_address_is_known_as_one() -> None:
-    for url in ("https://example.org/a/manifest.json", "http://127.0.0.1:80/x?sig=a%20b"):
+    for url in ("https://example.org/a/manifest.json", "http://127.0.0.1:80/x%20y", "s3://bucket/shards"):
         assert url_of(Path(url)) == url
     assert url_of(Path("shards/manifest.json")) is None and url_of(Path("/https/x")) is None
 
@@ -141,7 +191,7 @@ def test_shards_come_into_the_cache_and_are_trained_on_as_if_they_lay_here(serve
 
 def test_a_download_that_was_cut_off_goes_on_where_it_was(server, served, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(remote, "PIECE_BYTES", 10_000)
-    monkeypatch.setattr(remote, "TRIES", 2)
+    quickly(monkeypatch, 1)
     num_answers = 0
 
     def fail_later(request: web.Request) -> web.Response | None:
@@ -150,7 +200,7 @@ def test_a_download_that_was_cut_off_goes_on_where_it_was(server, served, tmp_pa
         return web.Response(status=503) if num_answers > 2 else None
 
     server.answer = fail_later
-    with pytest.raises(OutageError, match=r"503.*start again to go on"):
+    with pytest.raises(OutageError, match=r"503.*start again to resume"):
         fetch(server.url, tmp_path, None, is_own=True)
     (part,) = tmp_path.rglob("*.part")
     assert part.stat().st_size == 20_000
@@ -188,7 +238,7 @@ def test_a_file_that_is_not_the_manifests_is_refused_and_not_kept(server, served
     damaged = bytearray((served / "000001.npy").read_bytes())
     damaged[100] ^= 1
     (served / "000001.npy").write_bytes(damaged)
-    with pytest.raises(DataError, match=r"000001.npy is not the file of its manifest: its SHA-256 differs"):
+    with pytest.raises(DataError, match=r"000001.npy is not the file of its manifest: its digest differs"):
         fetch(server.url, tmp_path, None, is_own=True)
     folder = tmp_path / "shards" / fingerprint_of(served)
     assert not (folder / "000001.npy").exists() and not (folder / MANIFEST).exists()
@@ -224,12 +274,13 @@ def test_an_endless_manifest_is_not_read_to_its_end(server, tmp_path, monkeypatc
 
 def test_a_manifest_that_comes_byte_by_byte_is_given_up(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(remote, "READ_SECONDS", 0.3)
-    monkeypatch.setattr(remote, "TRIES", 1)
+    quickly(monkeypatch, 0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def drip() -> None:
             taken, _ = listening.accept()
             with contextlib.suppress(OSError), taken:
+                taken.recv(2**12)
                 taken.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
                 for _ in range(300):
                     taken.sendall(b" ")
@@ -242,13 +293,30 @@ def test_a_manifest_that_comes_byte_by_byte_is_given_up(tmp_path, monkeypatch) -
         sender.join(30)
 
 
-@pytest.mark.parametrize("location", ["/\u00e9", "http://[", "http://a..b/"])
-def test_a_redirection_to_no_address_is_one_line(server, tmp_path, location) -> None:
+@pytest.mark.parametrize("location", ["/\u00e9", "http://[", "http://a..b/", "ftp://host/x"])
+def test_a_redirection_to_no_address_is_one_line(server, tmp_path, monkeypatch, location) -> None:
+    quickly(monkeypatch, 0)
     server.answer = lambda request: web.Response(status=302, headers={"Location": location})
-    with pytest.raises((DataError, ConfigError), match=r"no address"):
+    with pytest.raises(
+        DataError, match=r"^cannot read http://127.0.0.1.*; name another address$|or name another address$"
+    ):
         fetch(server.url, tmp_path, None, is_own=True)
-    with pytest.raises(DataError, match="leads to no address"):
-        fetch(f"http://{'x' * 64}.test/", tmp_path, None, is_own=False)
+
+
+@pytest.mark.parametrize("url", ["http://[/", "https://", "http://a b:x/"])
+def test_what_is_no_address_is_one_line(url: str, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"is no address of shards; name a https://"):
+        fetch(url, tmp_path, None, is_own=True)
+
+
+def test_a_redirection_is_followed(server, served, tmp_path) -> None:
+    def elsewhere(request: web.Request) -> web.Response | None:
+        path = request.path.replace("/moved/", "/shards/")
+        return web.Response(status=302, headers={"Location": path}) if "/moved/" in request.path else None
+
+    server.answer = elsewhere
+    moved = server.url.replace("/shards/", "/moved/")
+    assert files(fetch(moved, tmp_path, None, is_own=True).parent) == files(served)
 
 
 def test_a_file_that_is_longer_than_its_manifest_says_is_cut(server, served, tmp_path) -> None:
@@ -271,43 +339,138 @@ def test_a_cache_that_is_too_small_is_told_before_the_download(server, tmp_path,
 @pytest.mark.parametrize("status", [403, 404])
 def test_an_address_without_shards_is_told_at_once(server, tmp_path, status: int) -> None:
     server.answer = lambda request: web.Response(status=status)
-    with pytest.raises(DataError, match=f"answers {status}"):
+    with pytest.raises(DataError, match=f"cannot read http://127.0.0.1.*: {status}.*; name another address"):
         fetch(server.url, tmp_path, None, is_own=True)
     assert len(server.asked) == 1
 
 
-# ---------------------------------------------------------------------- a stranger's addresses
+def test_shards_that_nothing_uses_make_room_for_others(server, served, tmp_path, monkeypatch) -> None:
+    """The disk has room once one of three is gone; the oldest is in use by another process."""
+    folders = [tmp_path / "shards" / name for name in ("oldest", "older", "newer")]
+    for age, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        os.utime(folder, (age, age))
+    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_SH); print(flush=True); input()"
+    command = [sys.executable, "-c", code, str(folders[0])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
+        user.stdout.readline()
+        monkeypatch.setattr(
+            remote.shutil,
+            "disk_usage",
+            lambda folder: shutil._ntuple_diskusage(10**9, 1, 10**9 * (not folders[1].exists())),
+        )
+        assert files(fetch(server.url, tmp_path, None, is_own=True).parent) == files(served)
+        user.communicate(b"\n", timeout=30)
+    assert [folder.exists() for folder in folders] == [True, False, True]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "10.0.0.7", "169.254.169.254", "192.168.1.1"])
-def test_a_founders_address_in_a_private_network_is_not_read(host: str, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(remote, "TRIES", 1)
-    with pytest.raises(ConfigError, match="no public address; if you trust it, name it yourself with --data"):
-        fetch(f"http://{host}:9/shards/", tmp_path, "0" * 64, is_own=False)
-
-
-def test_a_founders_address_that_leads_into_a_private_network_is_not_followed(server, tmp_path, monkeypatch) -> None:
-    """A public host, as its name says, that sends the peer on to this machine."""
-    resolve, connect = socket.getaddrinfo, socket.create_connection
-    public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", server.port))]
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *a, **k: public if host == "x.test" else resolve(host, *a, **k)
-    )
-
-    def connected(address, *more, **named):
-        host, port = address
-        return connect(("127.0.0.1" if host == "93.184.215.14" else host, port), *more, **named)
-
-    monkeypatch.setattr(socket, "create_connection", connected)
-    location = f"http://127.0.0.1:{server.port}/shards/secret"
-    server.answer = lambda request: web.Response(status=302, headers={"Location": location})
-    with pytest.raises(ConfigError, match=r"127.0.0.1, no public address"):
-        fetch(f"http://x.test:{server.port}/shards/", tmp_path, "0" * 64, is_own=False)
-    assert [path for path, _ in server.asked] == ["/shards/manifest.json"]
+@pytest.mark.parametrize("kind", ["mds_zstd", "mds_text_zstd"])
+def test_mds_shards_are_fetched_by_their_index(tmp_path, kind: str, monkeypatch) -> None:
+    """Of tokens and of text; a damaged file is refused by its digest, if the index has one."""
+    quickly(monkeypatch, 0)
+    shutil.copytree(FIXTURES / kind, tmp_path / "www")
+    index = json.loads((tmp_path / "www" / "index.json").read_text())
+    entry = index["shards"][0]["zip_data"]
+    packed = (tmp_path / "www" / entry["basename"]).read_bytes()
+    entry["hashes"] = {"sha1": hashlib.sha1(packed).hexdigest(), "xxh64": "unknown here"}
+    (tmp_path / "www" / "index.json").write_text(json.dumps(index))
+    with contextlib.closing(ShardServer(tmp_path / "www")) as server:
+        url = Path(server.url.replace(MANIFEST, "index.json"))
+        data = with_fetched(DataConfig(source="files", paths=[url], text_field="text"), tmp_path)
+        here = DataConfig(source="files", paths=[tmp_path / "www"])
+        if "text" in kind:
+            assert [each.text for each in documents(data, [])] == [each.text for each in documents(here, [])]
+        else:
+            there, own = (TokenShards(each.paths, 2**16, tmp_path) for each in (data, here))
+            assert there.fingerprint == own.fingerprint
+        (tmp_path / "www" / entry["basename"]).write_bytes(packed[:-1] + bytes([packed[-1] ^ 1]))
+        with pytest.raises(DataError, match="is not the file of its manifest: its digest differs"):
+            with_fetched(data.model_copy(update={"paths": [url]}), tmp_path / "other")
 
 
 @pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "https://user@host/x", "ftp://host/x", "https://", "http://ho st/", "https://h/\x1b"]
+    "change", [{"basename": "../x.mds"}, {"basename": "/etc/passwd"}, {"bytes": -1}, {"bytes": "1"}]
+)
+def test_an_index_that_names_what_it_must_not_is_refused(server, served, tmp_path, change) -> None:
+    index = json.loads((FIXTURES / "mds_raw" / "index.json").read_text())
+    index["shards"][0]["raw_data"] |= change
+    (served / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"fetch the index again|is not as MDS has it"):
+        fetch(server.url.replace(MANIFEST, "index.json"), tmp_path, None, is_own=True)
+    assert [path for path, _ in server.asked] == ["/shards/index.json"]
+
+
+@pytest.mark.skipif(RCLONE is None, reason="no rclone here")
+def test_shards_come_from_a_bucket(shards, tmp_path, monkeypatch) -> None:
+    with s3_server(tmp_path / "buckets") as server:
+        shutil.copytree(shards, tmp_path / "buckets" / "bucket" / "deep" / "shards")
+        for name, value in s3_environment(server.port).items():
+            monkeypatch.setenv(name, value)
+        url = Path("s3://bucket/deep/shards")
+        (kept,) = with_fetched(DataConfig(source="files", paths=[url]), tmp_path / "cache").paths
+        assert files(kept.parent) == files(shards)
+        with pytest.raises(DataError, match=r"^cannot read s3://bucket/none/manifest.json: 404"):
+            fetch("s3://bucket/none", tmp_path / "cache", None, is_own=True)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        with pytest.raises(DataError, match=r"^cannot read s3://bucket/deep/shards/manifest.json: 403"):
+            fetch("s3://bucket/deep/shards", tmp_path / "other", None, is_own=True)
+
+
+def test_a_bucket_without_credentials_names_the_variables(tmp_path, monkeypatch) -> None:
+    """Without boto3, which would look in ~/.aws."""
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for those of ~/.aws"):
+        fetch("s3://bucket/shards", tmp_path, None, is_own=True)
+    with pytest.raises(ConfigError, match="is no bucket's name"):
+        fetch("s3://Key:Secret@bucket/shards", tmp_path, None, is_own=True)
+
+
+# ---------------------------------------------------------------------- a founder's addresses
+
+
+def test_a_founders_shards_come_by_https_with_a_verified_certificate(founders, served, tmp_path, monkeypatch) -> None:
+    fingerprint = fingerprint_of(served)
+    assert files(fetch(founders.url, tmp_path, fingerprint, is_own=False).parent) == files(served)
+    monkeypatch.setattr(remote, "CLIENT", {key: remote.CLIENT[key] for key in remote.CLIENT if key[:4] != "root"})
+    remote._shown_manifest.cache_clear()
+    with pytest.raises(OutageError, match=r"InvalidCertificate.*UnknownIssuer"):
+        fetch(founders.url, tmp_path / "other", fingerprint, is_own=False)
+
+
+def test_a_founders_shards_do_not_come_by_plain_http(server, served, tmp_path) -> None:
+    with pytest.raises(DataError, match=r"^cannot read http://127"):
+        fetch(server.url, tmp_path, fingerprint_of(served), is_own=False)
+    with pytest.raises(DataError, match=r"^cannot read s3://bucket"):
+        fetch("s3://bucket/shards", tmp_path, fingerprint_of(served), is_own=False)
+    assert not server.asked
+
+
+def test_a_founders_address_that_leads_to_plain_http_is_not_followed(founders, server, served, tmp_path) -> None:
+    founders.answer = lambda request: web.Response(status=302, headers={"Location": server.url})
+    with pytest.raises(DataError, match=r"^cannot read https://127"):
+        fetch(founders.url, tmp_path, fingerprint_of(served), is_own=False)
+    assert founders.asked and not server.asked
+
+
+def test_a_founder_names_no_index_of_other_shards(founders, served, tmp_path) -> None:
+    shutil.copy(FIXTURES / "mds_raw" / "index.json", served)
+    with pytest.raises(DataError, match="is no manifest of shards"):
+        fetch(founders.url.replace(MANIFEST, "index.json"), tmp_path, fingerprint_of(served), is_own=False)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "https://user@host/x",
+        "http://host/x",
+        "s3://host/x",
+        "https://",
+        "https://ho st/",
+        "https://h/\x1b",
+    ],
 )
 def test_what_is_no_web_address_is_no_setting(url: str) -> None:
     with pytest.raises(ValueError, match="urls"):
@@ -315,10 +478,9 @@ def test_what_is_no_web_address_is_no_setting(url: str) -> None:
 
 
 def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
-    server, served, tmp_path, monkeypatch
+    founders, served, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(remote, "_public_address", lambda host, port: host)
-    data = DataConfig(source="files", fingerprint=fingerprint_of(served), urls=[server.url])
+    data = DataConfig(source="files", fingerprint=fingerprint_of(served), urls=[founders.url])
     founder = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
     manifest = Manifest(
         run_id="run",
@@ -330,33 +492,28 @@ def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
         tokenizer_bytes=100,
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(ConfigError, match=r"token shards .* from http://127.0.0.1.* MB\); agree to that with --yes"):
+    with pytest.raises(ConfigError, match=r"token shards .* from https://127.0.0.1.* MB\); agree to that with --yes"):
         ask_to_read(manifest, 0, yes=False)
-    assert {path for path, _ in server.asked} == {"/shards/manifest.json"}
+    assert {path for path, _ in founders.asked} == {"/shards/manifest.json"}
     ask_to_read(manifest, 0, yes=False, paths=[Path("own/shards")])
-    monkeypatch.setattr(remote, "TRIES", 1)
-    mirrored = data.model_copy(update={"urls": ["http://127.0.0.1:1/x.json", server.url]})
+    mirrored = data.model_copy(update={"urls": ["https://127.0.0.1:1/x.json", founders.url]})
     manifest = manifest.model_copy(update={"config": RunConfig(data=mirrored)})
-    with pytest.raises(ConfigError, match=r"from http://127.0.0.1:1/x.json or http://127.0.0.1:\d+/shards/.* MB\)"):
+    with pytest.raises(ConfigError, match=r"from https://127.0.0.1:1/x.json or https://127.0.0.1:\d+/shards/.* MB\)"):
         ask_to_read(manifest, 0, yes=False)  # the first does not answer, and the shards would come from the second
-    server.asked.clear()
+    founders.asked.clear()
     with_fetched(data, tmp_path)
-    assert "/shards/manifest.json" not in {path for path, _ in server.asked}, "the sizes are those that were shown"
+    assert "/shards/manifest.json" not in {path for path, _ in founders.asked}, "the sizes are those that were shown"
 
 
-def test_peers_without_shards_fetch_those_of_the_run(server, served, tmp_path, monkeypatch) -> None:
+def test_peers_without_shards_fetch_those_of_the_run(founders, served, tmp_path) -> None:
     config, fingerprint = PeerConfig(run_id="run", cache=tmp_path), fingerprint_of(served)
-    data = DataConfig(source="files", fingerprint=fingerprint, urls=["http://127.0.0.1:1/x.json", server.url])
-    monkeypatch.setattr(remote, "TRIES", 1)
-    with pytest.raises(ConfigError, match="no public address"):
-        with_fetched(config.corpus(data), tmp_path)
-    monkeypatch.setattr(remote, "_public_address", lambda host, port: host)
+    data = DataConfig(source="files", fingerprint=fingerprint, urls=["https://127.0.0.1:1/x.json", founders.url])
     (kept,) = with_fetched(config.corpus(data), tmp_path).paths
     assert files(kept.parent) == files(served), "from the second address: the first does not answer"
     mixed = DataConfig(
         source="files",
         mixture=[
-            {"name": "web", "fingerprint": fingerprint, "weights": [1], "urls": [server.url]},
+            {"name": "web", "fingerprint": fingerprint, "weights": [1], "urls": [founders.url]},
             {"name": "math", "fingerprint": "1" * 64, "weights": [1]},
         ],
     )
