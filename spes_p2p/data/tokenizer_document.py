@@ -10,11 +10,13 @@ This module imports neither torch nor transformers, because the process that rea
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
 from spes_p2p.errors import DataError, one_line
@@ -27,8 +29,8 @@ _PROBE = "The peer's 2 slots:\n\n\tdef f(x): return x  # 漢字 ünï 🙂 \x00"
 MAX_GROWTH = 4.0
 """Most characters that strings of the tokenizer make of one character of text."""
 MAX_PARTS, MAX_DEPTH = 32, 4
-MAX_ADDED, MAX_ADDED_CHARACTERS = 16_384, 2**18
-"""Added tokens, and their characters together: the automaton that finds them takes memory for each."""
+MAX_ADDED, MAX_TOKEN_CHARACTERS, MAX_ADDED_CHARACTERS = 16_384, 256, 2**18
+"""Added tokens, the characters of one, and of all: the automaton that finds them takes memory for each."""
 _MAX_UNICODE_FORMS = 2
 _ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -157,294 +159,176 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     return parsed
 
 
-def _known(pattern: str) -> str:
-    if pattern not in _PATTERNS:  # guard: tokenizer-regex
-        raise ValueError(f"its regular expression {pattern[:80]!r} is not one of the known ones")
-    return pattern
+# ---------------------------------------------------------------------- parts
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)  # guard: tokenizer-settings
+def _is_text(value: Any, least: int = 0, most: int = 16) -> bool:
+    return isinstance(value, str) and least <= len(value) <= most
 
 
-class _Pattern(_Part):
-    """One of the two."""
-
-    String: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    Regex: Annotated[str, AfterValidator(_known)] | None = None
-
-    @property
-    def min_characters(self) -> int:
-        """Fewest characters that match."""
-        return len(self.String) if self.String else 1
+def _is_pattern(value: Any) -> bool:
+    (kind, pattern), *more = value.items() if isinstance(value, dict) and value else [("", "")]
+    if kind == "Regex" and pattern not in _PATTERNS:  # guard: tokenizer-regex
+        raise ValueError(f"its regular expression {str(pattern)[:80]!r} is not one of the known ones")
+    return not more and (kind == "Regex" or (kind == "String" and _is_text(pattern, 1, 64)))
 
 
-_Affix = Annotated[str, Field(max_length=16)]
-_Character = Annotated[str, Field(min_length=1, max_length=1)]
-
-
-class _Plain(_Part):
-    """A part without settings."""
-
-    type: Literal[
-        "NFC",
-        "NFD",
-        "NFKC",
-        "NFKD",
-        "Nmt",
-        "Lowercase",
-        "StripAccents",
-        "BertPreTokenizer",
-        "Whitespace",
-        "WhitespaceSplit",
-        "UnicodeScripts",
-        "ByteFallback",
-        "Fuse",
-    ]
-
-
-class _ByteLevel(_Part):
-    """As a pre-tokenizer, a decoder and a post-processor with settings, as a normalizer without."""
-
-    type: Literal["ByteLevel"]
-    add_prefix_space: bool = False
-    trim_offsets: bool = True
-    use_regex: bool = True
-
-
-class _Replace(_Part):
-    type: Literal["Replace"]
-    pattern: _Pattern
-    content: Annotated[str, Field(max_length=64)]
-
-
-class _Prepend(_Part):
-    type: Literal["Prepend"]
-    prepend: _Affix
-
-
-class _Strip(_Part):
-    """As a normalizer with sides, as a decoder with counts of a character."""
-
-    type: Literal["Strip"]
-    strip_left: bool = True
-    strip_right: bool = True
-    content: _Character = " "
-    start: Annotated[int, Field(ge=0, le=64)] = 0
-    stop: Annotated[int, Field(ge=0, le=64)] = 0
-
-
-class _BertNormalizer(_Part):
-    type: Literal["BertNormalizer"]
-    clean_text: bool
-    handle_chinese_chars: bool
-    strip_accents: bool | None
-    lowercase: bool
-
-
-class _Metaspace(_Part):
-    type: Literal["Metaspace"]
-    replacement: _Character
-    prepend_scheme: Literal["first", "never", "always"]
-    split: bool
-
-
-class _Split(_Part):
-    type: Literal["Split"]
-    pattern: _Pattern
-    behavior: Literal["Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"]
-    invert: bool
-
-
-class _Punctuation(_Part):
-    type: Literal["Punctuation"]
-    behavior: Literal["Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"]
-
-
-class _Digits(_Part):
-    type: Literal["Digits"]
-    individual_digits: bool
-
-
-class _CharDelimiterSplit(_Part):
-    type: Literal["CharDelimiterSplit"]
-    delimiter: _Character
-
-
-class _WordPieceDecoder(_Part):
-    type: Literal["WordPiece"]
-    prefix: _Affix
-    cleanup: bool
-
-
-class _BpeDecoder(_Part):
-    type: Literal["BPEDecoder"]
-    suffix: _Affix
-
-
-class _Processing(_Part):
-    type: Literal["BertProcessing", "RobertaProcessing"]
-    sep: Annotated[list[Any], Field(max_length=2)]
-    cls: Annotated[list[Any], Field(max_length=2)]
-    trim_offsets: bool = True
-    add_prefix_space: bool = True
-
-
-def _each_once(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    texts = [str(piece["Sequence"]) for piece in pieces if "Sequence" in piece]
+def _is_template(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) <= 8 and all(isinstance(piece, dict) for piece in value)):
+        return False
+    texts = [str(piece["Sequence"]) for piece in value if "Sequence" in piece]
     if len(texts) > len(set(texts)) or len(texts) > 2:  # guard: tokenizer-template
         raise ValueError("its template repeats a text")
-    return pieces
+    return all(piece.keys() <= {"SpecialToken", "Sequence"} for piece in value)
 
 
-_Pieces = Annotated[
-    list[dict[Literal["SpecialToken", "Sequence"], Any]], Field(max_length=8), AfterValidator(_each_once)
-]
-
-
-class _Template(_Part):
-    type: Literal["TemplateProcessing"]
-    single: _Pieces
-    pair: _Pieces
-    special_tokens: Annotated[dict[str, Any], Field(max_length=8)]
-
-
-class _Normalizers(_Part):
-    type: Literal["Sequence"]
-    normalizers: list[_Normalizer]
-
-
-class _PreTokenizers(_Part):
-    type: Literal["Sequence"]
-    pretokenizers: list[_PreTokenizer]
-
-
-class _Decoders(_Part):
-    type: Literal["Sequence"]
-    decoders: list[_Decoder]
-
-
-class _Processors(_Part):
-    type: Literal["Sequence"]
-    processors: list[_PostProcessor]
-
-
-_by_type = Field(discriminator="type")
-_Normalizer = Annotated[_Plain | _ByteLevel | _Replace | _Prepend | _Strip | _BertNormalizer | _Normalizers, _by_type]
-_PreTokenizer = Annotated[
-    _Plain | _ByteLevel | _Metaspace | _Split | _Punctuation | _Digits | _CharDelimiterSplit | _PreTokenizers, _by_type
-]
-_Decoder = Annotated[
-    _Plain | _ByteLevel | _Replace | _Strip | _Metaspace | _WordPieceDecoder | _BpeDecoder | _Decoders, _by_type
-]
-_PostProcessor = Annotated[_ByteLevel | _Processing | _Template | _Processors, _by_type]
-_Vocabulary = dict[Annotated[str, Field(max_length=1024)], Annotated[int, Field(ge=0)]]
-
-
-class _Bpe(_Part):
-    type: Literal["BPE"]
-    dropout: None = None
-    unk_token: _Affix | None = None
-    continuing_subword_prefix: _Affix | None = None
-    end_of_word_suffix: _Affix | None = None
-    fuse_unk: bool = False
-    byte_fallback: bool = False
-    ignore_merges: bool = False
-    vocab: _Vocabulary
-    merges: list[Any]
-
-
-class _WordPiece(_Part):
-    type: Literal["WordPiece"]
-    unk_token: _Affix
-    continuing_subword_prefix: _Affix
-    max_input_chars_per_word: Annotated[int, Field(ge=1, le=1000)]
-    vocab: _Vocabulary
-
-
-class _AddedToken(_Part):
-    id: Annotated[int, Field(ge=0)]
-    content: Annotated[str, Field(min_length=1, max_length=256)]  # guard: added-token
-    single_word: bool
-    lstrip: bool
-    rstrip: bool
-    normalized: bool
-    special: bool
-
-
-class _Parts(_Part):
-    """A tokenizer.json."""
-
-    version: Literal["1.0"]
-    truncation: None
-    padding: None
-    added_tokens: Annotated[list[_AddedToken], Field(max_length=MAX_ADDED)]
-    normalizer: _Normalizer | None
-    pre_tokenizer: _PreTokenizer | None
-    post_processor: _PostProcessor | None
-    decoder: _Decoder | None
-    model: Annotated[_Bpe | _WordPiece, _by_type]
+_FLAGS = (
+    "add_prefix_space trim_offsets use_regex strip_left strip_right clean_text handle_chinese_chars lowercase split "
+    "invert individual_digits cleanup fuse_unk byte_fallback ignore_merges single_word lstrip rstrip normalized special"
+)
+_BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+_Test = Callable[[Any], bool]
+_TESTS: tuple[tuple[str, _Test, str], ...] = (
+    (_FLAGS, lambda value: isinstance(value, bool), "true or false"),
+    ("strip_accents", lambda value: value is None or isinstance(value, bool), "true, false or null"),
+    ("pattern", _is_pattern, "one String of at most 64 characters, or one Regex"),
+    ("content", lambda value: _is_text(value, 0, 64), "at most 64 characters"),
+    ("prepend prefix suffix", _is_text, "at most 16 characters"),
+    ("continuing_subword_prefix end_of_word_suffix", lambda value: value is None or _is_text(value), "16 characters"),
+    ("unk_token", lambda value: value is None or _is_text(value), "at most 16 characters"),
+    ("replacement delimiter", lambda value: _is_text(value, 1, 1), "one character"),
+    ("prepend_scheme", lambda value: value in ("first", "never", "always"), "first, never or always"),
+    ("behavior", lambda value: value in _BEHAVIORS, f"one of {_BEHAVIORS}"),
+    ("start stop", lambda value: type(value) is int and 0 <= value <= 64, "a number from 0 to 64"),
+    ("sep cls", lambda value: isinstance(value, list) and len(value) <= 2, "a token and its id"),
+    ("single pair", _is_template, "at most 8 pieces"),
+    ("special_tokens", lambda value: isinstance(value, dict) and len(value) <= 8, "at most 8 of them"),
+    ("dropout", lambda value: value is None, "null"),
+    ("max_input_chars_per_word", lambda value: type(value) is int and 1 <= value <= 1000, "a number from 1 to 1000"),
+    (
+        "vocab",
+        lambda value: isinstance(value, dict) and max(map(len, value), default=0) <= 1024,
+        "words of 1024 letters",
+    ),
+    ("merges normalizers pretokenizers processors decoders", lambda value: isinstance(value, list), "a list"),
+)
+"""Settings of parts, the test of their values, and what these must be in words."""
+_PARTS = {
+    "normalizer": {
+        "NFC NFD NFKC NFKD Nmt Lowercase StripAccents ByteLevel": "",
+        "Replace": "pattern content",
+        "Prepend": "prepend",
+        "Strip": "strip_left strip_right",
+        "BertNormalizer": "clean_text handle_chinese_chars strip_accents lowercase",
+        "Sequence": "normalizers",
+    },
+    "pre_tokenizer": {
+        "BertPreTokenizer Whitespace WhitespaceSplit UnicodeScripts": "",
+        "ByteLevel": "add_prefix_space trim_offsets use_regex",
+        "Metaspace": "replacement prepend_scheme split",
+        "Split": "pattern behavior invert",
+        "Punctuation": "behavior",
+        "Digits": "individual_digits",
+        "CharDelimiterSplit": "delimiter",
+        "Sequence": "pretokenizers",
+    },
+    "post_processor": {
+        "ByteLevel": "add_prefix_space trim_offsets use_regex",
+        "BertProcessing RobertaProcessing": "sep cls trim_offsets add_prefix_space",
+        "TemplateProcessing": "single pair special_tokens",
+        "Sequence": "processors",
+    },
+    "decoder": {
+        "ByteFallback Fuse": "",
+        "ByteLevel": "add_prefix_space trim_offsets use_regex",
+        "Replace": "pattern content",
+        "Strip": "content start stop",
+        "Metaspace": "replacement prepend_scheme split",
+        "WordPiece": "prefix cleanup",
+        "BPEDecoder": "suffix",
+        "Sequence": "decoders",
+    },
+    "model": {
+        "BPE": "dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges "
+        "vocab merges",
+        "WordPiece": "unk_token continuing_subword_prefix max_input_chars_per_word vocab",
+    },
+}
+"""The types of parts by their role, and the settings of each."""
+_ADDED = {"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
 def check_parts(backend: dict[str, Any]) -> None:
-    """Check the content of a tokenizer.json against the list.
+    """Check the content of a tokenizer.json against the lists above.
 
     Raises:
         ValueError: one line that names the part.
     """
-    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        _check_depth(backend.get(name), name)
-    try:
-        parts = _Parts.model_validate(backend)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(step) for step in problem["loc"])[:100]
-        found = problem["input"].get("type") if isinstance(problem["input"], dict) else problem["input"]
-        raise ValueError(f"its {where} is not allowed here ({found!r:.60}): {problem['msg'][:200]}") from error
-    if sum(len(token.content) for token in parts.added_tokens) > MAX_ADDED_CHARACTERS:  # guard: added-tokens
-        raise ValueError(f"its added tokens have more than {MAX_ADDED_CHARACTERS} characters")
-    _check_growth([*_flat(parts.normalizer), *_flat(parts.pre_tokenizer)])
-    _check_growth(list(_flat(parts.decoder)))
+    parts = {role: [*itertools.islice(_flat(backend.get(role), role), MAX_PARTS + 1)] for role in _PARTS}
+    if long := next((name for name, found in parts.items() if len(found) > MAX_PARTS), None):
+        raise ValueError(f"its {long} has more than {MAX_PARTS} parts")
+    alone = {"version": "1.0", "truncation": None, "padding": None}
+    for name in alone | backend:
+        if name not in _PARTS and name != "added_tokens" and (name not in alone or backend.get(name) != alone[name]):
+            raise ValueError(f"its {name[:100]} is not allowed here ({backend.get(name)!r:.60})")
+    for role, part in ((role, part) for role, found in parts.items() for part in found):
+        kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+        known = next((known for kinds, known in _PARTS[role].items() if kind in kinds.split()), None)
+        if known is None:
+            raise ValueError(f"its {role} is not allowed here ({kind:.60})")
+        _check_settings(part, {"type", *known.split()}, f"{role}.{kind}")
+    added = backend.get("added_tokens") or []
+    for number, token in enumerate(added):
+        if not _is_text(token.get("content"), 1, MAX_TOKEN_CHARACTERS):  # guard: added-token
+            raise ValueError(f"its added_tokens.{number}.content is not 1 to {MAX_TOKEN_CHARACTERS} characters")
+        _check_settings({**token, "content": ""}, _ADDED, f"added_tokens.{number}")
+    num_characters = sum(len(token["content"]) for token in added)
+    if len(added) > MAX_ADDED or num_characters > MAX_ADDED_CHARACTERS:  # guard: added-tokens
+        raise ValueError(f"its added tokens have more than {MAX_ADDED_CHARACTERS} characters, or are too many")
+    _check_growth([*parts["normalizer"], *parts["pre_tokenizer"]])
+    _check_growth(parts["decoder"])
 
 
-def _check_depth(part: Any, name: str) -> None:
-    """Count parts before they are validated, which is recursive."""
-    layer, num_parts = [part], 0
-    for _ in range(MAX_DEPTH):
-        num_parts += len(layer)
-        lists = [each for one in layer if isinstance(one, dict) for each in one.values() if isinstance(each, list)]
-        layer = [each for one in lists for each in one if isinstance(each, dict) and "type" in each]
-        if num_parts + len(layer) > MAX_PARTS:
-            raise ValueError(f"its {name} has more than {MAX_PARTS} parts")
-    if layer:  # guard: tokenizer-depth
-        raise ValueError(f"its {name} is nested more than {MAX_DEPTH} deep")
-
-
-def _flat(part: Any) -> Iterator[_Part]:
-    if isinstance(part, _Normalizers | _PreTokenizers | _Decoders):
-        name = {_Normalizers: "normalizers", _PreTokenizers: "pretokenizers", _Decoders: "decoders"}[type(part)]
-        for each in getattr(part, name):
-            yield from _flat(each)
-    elif part is not None:
+def _flat(part: Any, role: str, depth: int = 1) -> Iterator[Any]:
+    """Yield a part, if there is one, and the parts in it."""
+    if depth > MAX_DEPTH:  # guard: tokenizer-depth
+        raise ValueError(f"its {role} is nested more than {MAX_DEPTH} deep")
+    if part is not None or depth > 1:
         yield part
+    if isinstance(part, dict) and part.get("type") == "Sequence":
+        inner = part.get(_PARTS[role].get("Sequence", ""))
+        for each in inner if isinstance(inner, list) else ():
+            yield from _flat(each, role, depth + 1)
 
 
-def _check_growth(parts: list[_Part]) -> None:
-    growth = 1.0
-    for part in parts:
-        growth *= _growth(part)
+@functools.cache
+def _tests() -> dict[str, tuple[_Test, str]]:
+    return {name: (test, words) for names, test, words in _TESTS for name in names.split()}
+
+
+def _check_settings(part: dict[str, Any], known: set[str], where: str) -> None:
+    for name, value in part.items():
+        if name not in known:  # guard: tokenizer-settings
+            raise ValueError(f"its {where}.{name[:60]} is not allowed here")
+        if name in _tests() and not _tests()[name][0](value):
+            raise ValueError(f"its {where}.{name} is not allowed here ({value!r:.60}): write {_tests()[name][1]}")
+
+
+def _check_growth(parts: list[dict[str, Any]]) -> None:
+    growth = math.prod(map(_growth, parts))
     if growth > MAX_GROWTH:  # guard: tokenizer-growth
         raise ValueError(f"its parts make up to {growth:.3g} characters of one, at most {MAX_GROWTH:g}")
-    forms = sum(isinstance(part, _Plain) and part.type.startswith("NF") for part in parts)
-    if sum(isinstance(part, _ByteLevel) for part in parts) > 1 or forms > _MAX_UNICODE_FORMS:  # guard: repeated-parts
+    kinds = [part["type"] for part in parts]
+    num_forms = sum(kind[:2] == "NF" for kind in kinds)
+    if kinds.count("ByteLevel") > 1 or num_forms > _MAX_UNICODE_FORMS:  # guard: repeated-parts
         raise ValueError("it repeats a part that makes several characters of one")
 
 
-def _growth(part: _Part) -> float:
+def _growth(part: dict[str, Any]) -> float:
     """Return the most characters that a part's own strings make of one; a piece of text has one character at least."""
-    if isinstance(part, _Replace):
-        return max(1.0, len(part.content) / part.pattern.min_characters)
-    if isinstance(part, _Prepend):
-        return 1.0 + len(part.prepend)
-    adds_space = isinstance(part, _Metaspace) and part.prepend_scheme != "never"
-    return 2.0 if adds_space or (isinstance(part, _ByteLevel) and part.add_prefix_space) else 1.0
+    if part["type"] == "Replace":
+        return max(1.0, len(part.get("content", "")) / len(part.get("pattern", {}).get("String", "x")))
+    if part["type"] == "Prepend":
+        return 1.0 + len(part.get("prepend", ""))
+    adds_space = part.get("prepend_scheme") != "never" if part["type"] == "Metaspace" else part.get("add_prefix_space")
+    return 2.0 if adds_space else 1.0
