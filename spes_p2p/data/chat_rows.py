@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.readers import COMPRESSED, JSON_LINES, PARQUET, OnBad, checked_text, read_rows
-from spes_p2p.data.shard_formats import holds_text, is_mds_index, listed
+from spes_p2p.data.mds import holds_text, is_mds_index, listed
+from spes_p2p.data.readers import JSON_LINES, PARQUET, OnBad, checked_text, read_rows
 from spes_p2p.data.shards import is_manifest
+from spes_p2p.data.streams import COMPRESSED
 from spes_p2p.data.text_encoder import ROLES
 from spes_p2p.errors import DataError
 from spes_p2p.fs import matches

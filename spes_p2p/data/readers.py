@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
-import gzip
 import io
 import itertools
 import json
 import os
 import shutil
-import struct
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar
 
-from spes_p2p.errors import DataError, one_line
+from spes_p2p.data.mds import MDS, samples
+from spes_p2p.data.shard_formats import TOKENS
+from spes_p2p.data.streams import CHUNK_BYTES, COMPRESSED, MAX_ROW_BYTES, Range, explained, opened, unreadable
+from spes_p2p.errors import DataError
 
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 PARQUET = {".parquet"}
-MDS = ".mds"
-COMPRESSED = {".gz", ".zst", ".zstd"}
-TOKENS = {".npy", ".ds", ".bin", ".idx", ".mds"}
 # A longer text file is cut into documents of this size, because a single large file must be splittable.
 PIECE_CHARACTERS = 8192
 DOCUMENT_CHARACTERS = 2**15
 """Longest text of a row that stays one document: a tokenizer takes 150 bytes of memory a byte."""
-MAX_ROW_BYTES = 2**26
-"""Longest line of JSON, element of an array and cell of parquet, which are read whole."""
 _ROWS_PER_BATCH, _BATCH_BYTES = 256, 2**28
-_CHUNK_BYTES = 2**20
 _HEAD_BYTES = 4096
 _BINARY = {
     **{b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF8": "a GIF image", b"%PDF-": "a PDF"},
@@ -44,13 +37,6 @@ _BINARY = {
 
 
 Item = TypeVar("Item")
-
-
-class Range(NamedTuple):
-    """Part of a file, `start` to `stop`: bytes of text and JSON lines, row groups of parquet."""
-
-    start: int
-    stop: int
 
 
 OnBad = Callable[[DataError], None]
@@ -78,7 +64,7 @@ def read_file(
     """
     rows = _Rows(path, [text_field], partial(checked_text, text_field=text_field), on_bad)
     num_documents = 0
-    with _explained(path):
+    with explained(path):
         refuse_tokens(path)
         items = rows.read(part)
         first = list(itertools.islice(items, 2))
@@ -104,7 +90,7 @@ def read_rows(path: Path, columns: Sequence[str], take: Take, on_bad: OnBad | No
     Raises:
         DataError: the file is unreadable, malformed, not UTF-8, or `take` raises it.
     """
-    with _explained(path):
+    with explained(path):
         for _, item in _Rows(path, columns, take, on_bad).read(None):
             yield item
 
@@ -141,7 +127,7 @@ def ranges(path: Path, max_bytes: int) -> list[Range | None]:
         DataError: the file cannot be read.
     """
     suffix = path.suffix.lower()
-    with _explained(path):
+    with explained(path):
         size = path.stat().st_size
         if suffix in COMPRESSED | {MDS} or size <= max_bytes:
             return [None]
@@ -186,29 +172,6 @@ def checked_text(row: Any, text_field: str, where: object) -> str:
     return text
 
 
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Raise what a file's reading raises as one line with the remedy."""
-    try:
-        yield
-    except EOFError as error:
-        raise _cut(path) from error
-    except (OSError, zlib.error) as error:
-        if "Truncated compressed stream" in str(error):  # as pyarrow says of zstd
-            raise _cut(path) from error
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # of a file written meanwhile
-        raise _unreadable(path, error) from error
-
-
-def _cut(path: Path) -> DataError:
-    return DataError(f"{path} ends in the middle of its compressed data; fetch it again, or leave it out")
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"cannot read {path}: {one_line(error)}; check the file, or leave it out")
-
-
 class _Rows:
     """Reads the documents of one file, blank ones included.
 
@@ -233,7 +196,7 @@ class _Rows:
         if suffix in PARQUET:
             yield from self._parquet(part)
             return
-        with _opened(self._path, part if suffix not in JSON_LINES else None) as stream:
+        with opened(self._path, part if suffix not in JSON_LINES else None) as stream:
             if suffix == MDS:
                 yield from self._mds(stream)
                 return
@@ -285,7 +248,7 @@ class _Rows:
     def _array(self, stream: TextIO) -> Iterator[tuple[int, Any]]:
         """Yield the rows of one JSON array, which is never in memory as a whole."""
         decoder = json.JSONDecoder()
-        buffer, at, index = stream.read(_CHUNK_BYTES).lstrip()[1:], 0, 0
+        buffer, at, index = stream.read(CHUNK_BYTES).lstrip()[1:], 0, 0
         while True:
             while at < len(buffer) and (buffer[at].isspace() or (buffer[at] == "," and index)):
                 at += 1
@@ -297,7 +260,7 @@ class _Rows:
             except (ValueError, RecursionError) as error:
                 if len(buffer) - at > MAX_ROW_BYTES:
                     raise _too_long(f"{self._path} element {index}") from error
-                more = stream.read(max(_CHUNK_BYTES, len(buffer) - at))
+                more = stream.read(max(CHUNK_BYTES, len(buffer) - at))
                 if not more:
                     raise DataError(
                         f"{self._path} is not JSON from element {index} on; write an array of objects, or one object "
@@ -314,7 +277,7 @@ class _Rows:
     def _mds(self, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         """Yield the samples of a shard of MDS; of their columns only text and JSON are decoded."""
         decoders: dict[str, Callable[[bytes], Any]] = {"str": bytes.decode, "json": json.loads}
-        for index, cells in enumerate(_samples(self._path, stream)):
+        for index, cells in enumerate(samples(self._path, stream)):
             where = f"{self._path} sample {index}"
             try:
                 row = {name: decoders.get(kind * (name in self._columns), bytes)(cell) for name, kind, cell in cells}
@@ -353,7 +316,7 @@ class _Rows:
                                 self._bad(_not_utf8(where), error)
                             index += 1
         except ArrowException as error:
-            raise _unreadable(self._path, error) from error
+            raise unreadable(self._path, error) from error
 
     def _row(self, index: int, row: Any, where: object) -> Iterator[tuple[int, Any]]:
         """Yield what is made of a row, or nothing if the row cannot be used and `on_bad` takes its error."""
@@ -383,34 +346,9 @@ class _Line(NamedTuple):
         before = 0
         if self.first:
             with self.path.open("rb") as stream:
-                chunks = iter(lambda: stream.read(min(_CHUNK_BYTES, self.first - stream.tell())), b"")
+                chunks = iter(lambda: stream.read(min(CHUNK_BYTES, self.first - stream.tell())), b"")
                 before = sum(chunk.count(b"\n") for chunk in chunks)
         return f"{self.path} line {before + self.number + 1}"
-
-
-def _samples(path: Path, stream: BinaryIO) -> Iterator[list[tuple[str, str, bytes]]]:
-    """Yield name, encoding and content of the columns of each sample of a shard of MDS.
-
-    A shard is the number of samples, where they begin, their columns as JSON, and the samples; a sample is the sizes of
-    its columns of no fixed size, and its columns. All numbers are u32.
-    """
-    try:
-        (number,) = struct.unpack("<I", stream.read(4))
-        starts = struct.unpack(f"<{number + 1}I", stream.read(4 * number + 4))
-        about = json.loads(stream.read(max(starts[0] - 4 * number - 8, 0)))
-        columns = [*zip(*(about[f"column_{key}"] for key in ("names", "encodings", "sizes")), strict=True)]
-        sizes = struct.Struct(f"<{sum(size is None for _, _, size in columns)}I")
-        for start, stop in itertools.pairwise(starts):
-            if not 0 <= stop - start <= MAX_ROW_BYTES:
-                raise ValueError("a sample is too long")
-            sample = stream.read(stop - start)
-            rest, variable = io.BytesIO(sample[sizes.size :]), iter(sizes.unpack_from(sample))
-            cells = [(name, kind, rest.read(next(variable) if size is None else size)) for name, kind, size in columns]
-            if sizes.size + sum(len(cell) for _, _, cell in cells) != stop - start:
-                raise ValueError("a sample does not end where the next begins")
-            yield cells
-    except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
-        raise DataError(f"{path} is no whole shard of MDS; fetch it again, or leave it out") from error
 
 
 def _too_long(where: object) -> DataError:
@@ -438,7 +376,7 @@ def _decoded(stream: BinaryIO, part: Range | None = None) -> TextIO:
 def _skip_line(stream: BinaryIO) -> int:
     """Read to the end of a line; return its bytes."""
     num_bytes, chunk = 0, b""
-    while not chunk.endswith(b"\n") and (chunk := stream.readline(_CHUNK_BYTES)):
+    while not chunk.endswith(b"\n") and (chunk := stream.readline(CHUNK_BYTES)):
         num_bytes += len(chunk)
     return num_bytes
 
@@ -478,54 +416,6 @@ def _refuse_list(path: Path, head: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, part: Range | None) -> Iterator[Any]:
-    """Open a file, or a part of it, as a buffered stream of its decompressed bytes."""
-    if path.suffix.lower() in COMPRESSED:
-        with decompressed(path, path.suffix.lower()) as stream:
-            yield stream
-        return
-    with path.open("rb") as file:
-        yield io.BufferedReader(_Slice(file, part), _CHUNK_BYTES) if part is not None else file
-
-
-@contextlib.contextmanager
-def decompressed(path: Path, suffix: str) -> Iterator[Any]:
-    """Open a file of gzip or zstd, by `suffix`, as a buffered stream of its content.
-
-    Raises:
-        DataError: the file is no such file, damaged or truncated.
-    """
-    with _explained(path):
-        if suffix == ".gz":
-            with gzip.open(path) as stream:
-                yield stream
-            return
-        import pyarrow  # slow to import
-
-        # Unlike zstandard's reader it tells a truncated file from a whole one, and inflates no more than is read.
-        with pyarrow.input_stream(str(path), compression="zstd", buffer_size=0) as content:
-            yield io.BufferedReader(content, _CHUNK_BYTES)
-
-
-class _Slice(io.RawIOBase):
-    """The bytes of a part of a file."""
-
-    def __init__(self, file: BinaryIO, part: Range) -> None:
-        self._file = file
-        self._left = part.stop - part.start
-        file.seek(part.start)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(min(len(buffer), self._left))
-        buffer[: len(data)] = data
-        self._left -= len(data)
-        return len(data)
-
-
-@contextlib.contextmanager
 def _parquet_file(path: Path) -> Iterator[Any]:
     """Open parquet, which must be seekable: a compressed file is first decompressed into a temporary one."""
     from pyarrow import parquet  # slow to import
@@ -534,8 +424,8 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         source: Any = path
         if path.suffix.lower() in COMPRESSED:
             source = stack.enter_context(tempfile.TemporaryFile())
-            stream, left = stack.enter_context(_opened(path, None)), shutil.disk_usage(tempfile.gettempdir()).free // 2
-            while chunk := stream.read(_CHUNK_BYTES):
+            stream, left = stack.enter_context(opened(path, None)), shutil.disk_usage(tempfile.gettempdir()).free // 2
+            while chunk := stream.read(CHUNK_BYTES):
                 if (left := left - len(chunk)) < 0:
                     raise DataError(f"{path} unpacks to more than half of the temporary folder's disk; unpack it first")
                 source.write(chunk)
@@ -555,7 +445,7 @@ def _row_groups(path: Path, max_bytes: int) -> Iterator[Range]:
                     yield Range(start, group + 1)
                     start, num_bytes = group + 1, 0
     except ArrowException as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _pieces(

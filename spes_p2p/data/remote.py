@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from spes_p2p.cli import explain
 from spes_p2p.config import DataConfig
 from spes_p2p.data.buckets import open_bucket
-from spes_p2p.data.shard_formats import MDS_INDEX, mds_entries
+from spes_p2p.data.mds import MDS_INDEX, mds_entries
 from spes_p2p.data.shards import MANIFEST, ShardManifest, fingerprint_of
 from spes_p2p.errors import ConfigError, DataError, OutageError, SpesError
 from spes_p2p.fs import cache_folder, digest_of_file, locked, write_atomic

@@ -18,8 +18,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.cli import explain
-from spes_p2p.data.readers import TOKENS
-from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, is_mds_index, is_raw, listed, mapped, open_shards
+from spes_p2p.data.mds import MDS, listed
+from spes_p2p.data.shard import Shard, mapped
+from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, FORMATS, SIDECARS, TOKENS, format_of, is_raw, open_shards
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import (
     cache_folder,
@@ -40,7 +41,6 @@ MAX_MAPPED = 256
 SAMPLES, SAMPLE_TOKENS = 8, 1024
 """Places of each file where ids are checked when it is opened, and the tokens there."""
 _LAYOUT_VERSION = 1
-_SIDECARS = (".index", ".metadata", ".loss", DOCUMENTS_SUFFIX, ".bin", ".mds", ".zstd", ".lock")
 
 FileName = Annotated[str, Field(pattern=r"^[^/\\.\x00][^/\\\x00]*$", max_length=255)]  # guard: manifest-file-name
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -173,9 +173,9 @@ def _expanded(path: Path) -> Iterator[Path]:
     elif path.is_file():
         yield from _of_file(path)
     elif found := matches(path):
-        yield from (file for each in found if not each.name.endswith(_SIDECARS) for file in _expanded(each))
-    elif (index := Path(f"{path}.idx")).is_file():  # Megatron's users name the prefix
-        yield index
+        yield from (file for each in found if not each.name.endswith(SIDECARS) for file in _expanded(each))
+    elif named := [file for each in FORMATS if (file := Path(f"{path}{each.ending}")).is_file()]:
+        yield from named  # Megatron's users name the prefix
     else:
         raise unmatched(path, "--data")
 
@@ -188,31 +188,31 @@ def _in_folder(folder: Path) -> Iterator[Path]:
         return
     num_found = 0
     for path in files:
-        if path.suffix in (".npy", ".ds", ".idx") or is_mds_index(path):
+        if format_of(path) is not None:
             if any(above / path.name in files for above in path.parents[1:]):
                 continue  # a merged index names its shards too
             num_found += 1
             yield path
-        elif not (path.name.endswith(_SIDECARS) or path.name.endswith(FILE_LIST) or path.suffix == ".md"):
+        elif not path.name.endswith((*SIDECARS, FILE_LIST, ".md")):
             raise _no_shard(path)
     if not num_found:
         raise DataError(f"{folder} holds no token shards; make some with spes tokenize, or give text with --text")
 
 
 def _no_shard(path: Path) -> DataError:
+    endings = ", ".join(each.ending for each in FORMATS)
     return DataError(
-        f"{path} is no token shard (.npy, .ds, .idx, index.json or manifest.json); name the shards by a pattern, or "
-        f"give text with --text"
+        f"{path} is no token shard ({endings} or {MANIFEST}); name the shards by a pattern, or give text with --text"
     )
 
 
 def _of_file(path: Path) -> Iterator[Path]:
-    if path.suffix == ".bin":
-        path = path.with_suffix(".idx")
-        if not path.exists():
-            raise DataError(f"{path} does not exist, but its .bin does; fetch it as well")
-        yield path
-    elif path.suffix in (".npy", ".ds", ".idx") or is_manifest(path) or is_mds_index(path):
+    index = next((path.with_suffix(each.ending) for each in FORMATS if path.suffix == each.tokens != MDS), None)
+    if index is not None:  # as with Megatron's .bin
+        if not index.exists():
+            raise DataError(f"{index} does not exist, but its {path.suffix} does; fetch it as well")
+        yield index
+    elif format_of(path) is not None or is_manifest(path):
         yield path
     elif path.suffix in (".txt", ".lst"):
         yield from _of_list(path)

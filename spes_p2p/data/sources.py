@@ -24,8 +24,8 @@ from spes_p2p.data.chat_rows import (
     records,
 )
 from spes_p2p.data.hub import hub_rows, load_hub
+from spes_p2p.data.mds import listed, with_mds_shards
 from spes_p2p.data.readers import checked_text, read_file
-from spes_p2p.data.shard_formats import listed, with_mds_shards
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import content_digests, matches, unmatched
 

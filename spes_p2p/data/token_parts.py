@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from spes_p2p.data.readers import Range, batches, read_file
+from spes_p2p.data.readers import batches, read_file
 from spes_p2p.data.shard_formats import DOCUMENT_FIELDS, DOCUMENTS_SUFFIX
 from spes_p2p.data.sources import SPLIT_SEED, TUNING_SEED, split_number
+from spes_p2p.data.streams import Range
 from spes_p2p.data.text_encoder import TextEncoder
 from spes_p2p.errors import DataError
 from spes_p2p.fs import State, digest_of_file, file_state, write_atomic

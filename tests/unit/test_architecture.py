@@ -39,6 +39,7 @@ DEFINING_CALLS = {
         "range",
         "zip",
         "VectorName",
+        "ShardFormat",
         "float",
         "compile",
         "Struct",

@@ -62,7 +62,7 @@ def test_compressed_text_is_cut_as_plain_text_is(tmp_path, seed, compression):
 
 
 def test_an_array_longer_than_a_chunk_is_read_element_by_element(tmp_path, seed, monkeypatch):
-    monkeypatch.setattr("spes_p2p.data.readers._CHUNK_BYTES", 50)
+    monkeypatch.setattr("spes_p2p.data.readers.CHUNK_BYTES", 50)
     texts = sentences(random.Random(seed), 30)
     assert read(write(tmp_path / "a.json", texts)) == texts
 
@@ -196,7 +196,7 @@ import json, sys
 from pathlib import Path
 import pyarrow.parquet
 from spes_p2p.data import readers
-readers.MAX_ROW_BYTES, readers._BATCH_BYTES, readers._CHUNK_BYTES = 2**20, 2**22, 2**16
+readers.MAX_ROW_BYTES, readers._BATCH_BYTES, readers.CHUNK_BYTES = 2**20, 2**22, 2**16
 def most_memory():
     words = Path("/proc/self/status").read_text().split()
     return int(words[words.index("VmHWM:") + 1]) * 1024

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from spes_p2p.config import DataConfig, OwnData, PeerConfig, RunConfig
-from spes_p2p.data import shard_formats
+from spes_p2p.data import mds
 from spes_p2p.data import shards as module
 from spes_p2p.data.packing import held_out_batches, token_file, train_sources
 from spes_p2p.data.shards import TokenShards, locate
@@ -447,7 +447,7 @@ def test_a_compressed_shard_is_unpacked_no_further_than_its_index_says(tmp_path,
     (path / entry["zip_data"]["basename"]).write_bytes(bomb)
     entry["zip_data"]["bytes"] = len(bomb)
     (path / "index.json").write_text(json.dumps(content))
-    real = shard_formats.write_atomic
+    real = mds.write_atomic
 
     @contextlib.contextmanager
     def counting(file: Path):
@@ -457,7 +457,7 @@ def test_a_compressed_shard_is_unpacked_no_further_than_its_index_says(tmp_path,
             finally:
                 written.append(stream.tell())
 
-    monkeypatch.setattr(shard_formats, "write_atomic", counting)
+    monkeypatch.setattr(mds, "write_atomic", counting)
     with pytest.raises(DataError, match="does not decompress to"):
         opened(path, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.raw"))
