@@ -109,9 +109,6 @@ def _record(row: Any, text_field: str, where: object) -> Record:
     """Return a row as a record: of its columns `messages`, or `prompt` and `completion`, or else `text_field`.
 
     A `text_field` other than `text` comes first, and may hold messages, too.
-
-    Raises:
-        DataError: the row has none of them, or what it has is malformed or teaches nothing.
     """
     if not isinstance(row, dict):
         raise DataError(f"{where} is {type(row).__name__}, not an object; write one object per row")
@@ -136,15 +133,12 @@ def _record(row: Any, text_field: str, where: object) -> Record:
 
 
 def _pair(row: Mapping[str, Any], where: object) -> dict[str, str]:
-    texts = {}
-    for name in (PROMPT, COMPLETION):
-        if not isinstance(row.get(name), str):
-            kind = type(row[name]).__name__ if name in row else "nothing"
-            raise DataError(f"{where}: {name!r} holds {kind}, not text; write two texts, or a conversation as messages")
-        texts[name] = checked_text(row, name, where)
-    if not texts[COMPLETION].strip():
+    if wrong := next((name for name in (PROMPT, COMPLETION) if not isinstance(row.get(name), str)), None):
+        kind = type(row[wrong]).__name__ if wrong in row else "nothing"
+        raise DataError(f"{where}: {wrong!r} holds {kind}, not text; write two texts, or a conversation as messages")
+    if not row[COMPLETION].strip():
         raise DataError(f"{where}: 'completion' is empty, so nothing of it is learned; take the row out")
-    return texts
+    return {name: checked_text(row, name, where) for name in (PROMPT, COMPLETION)}
 
 
 def _messages(value: Any, where: object) -> list[dict[str, Any]]:
@@ -160,23 +154,25 @@ def _messages(value: Any, where: object) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
+    given = (
+        {str(key): value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    )
+    role, content = given.get("role"), given.get("content", "" if "tool_calls" in given else None)
     if not isinstance(message, dict):
-        raise DataError(f"{where} is {type(message).__name__}, not an object; write role and content")
-    message = {str(key): value for key, value in message.items() if value is not None}
-    if "role" not in message:
-        hint = "ShareGPT's from and value are role and content here" if "from" in message else "write role and content"
-        raise DataError(f"{where} has no role (it has: {', '.join(sorted(message)[:8])}); {hint}")
-    if not isinstance(role := message["role"], str) or role not in ROLES:
-        raise DataError(f"{where} has the role {str(role)[:40]!r}; write one of {', '.join(ROLES)}")
-    content = message.get("content", "" if "tool_calls" in message else None)
-    if not isinstance(content, str):
+        problem = f" is {type(message).__name__}, not an object; write role and content"
+    elif role is None:
+        hint = "ShareGPT's from and value are role and content here" if "from" in given else "write role and content"
+        problem = f" has no role (it has: {', '.join(sorted(given)[:8])}); {hint}"
+    elif role not in ROLES:
+        problem = f" has the role {str(role)[:40]!r}; write one of {', '.join(ROLES)}"
+    elif not isinstance(content, str):
         kind = "nothing" if content is None else type(content).__name__
-        raise DataError(f"{where}: content is {kind}, not text; write the message's text")
-    if role == "assistant" and not content.strip() and "tool_calls" not in message:
-        raise DataError(f"{where} is an empty reply, so nothing of it is learned; take the row out")
-    # JSON can contain half a surrogate pair, which tokenizers refuse.
-    try:
-        text = json.dumps({**message, "content": content}, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:  # Parquet has dates and bytes, too
-        raise DataError(f"{where} has a field that is no JSON value ({error}); take the field out") from error
-    return json.loads(text.encode("utf-8", "replace"))
+        problem = f": content is {kind}, not text; write the message's text"
+    elif role == "assistant" and not content.strip() and "tool_calls" not in given:
+        problem = " is an empty reply, so nothing of it is learned; take the row out"
+    else:
+        try:  # JSON can contain half a surrogate pair, which tokenizers refuse
+            return json.loads(json.dumps({**given, "content": content}, ensure_ascii=False).encode("utf-8", "replace"))
+        except (TypeError, ValueError, RecursionError) as error:  # Parquet has dates and bytes, too
+            raise DataError(f"{where} has a field that is no JSON value ({error}); take the field out") from error
+    raise DataError(f"{where}{problem}")

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from spes_p2p.data.shard import Shard, checked_shard, gather, mapped
+from spes_p2p.data.shard import Shard, check_size, checked_shard, gather, mapped
 from spes_p2p.data.streams import MAX_ROW_BYTES, decompressed
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import cache_folder, content_digests, visible_files, write_atomic
@@ -141,8 +141,6 @@ def _mds_shard(index: Path, entry: dict[str, Any], cache: Path) -> Shard:
     source, path = _mds_file(index, entry, cache)
     buffer = mapped(path)
     num_samples = int(np.frombuffer(buffer, "<u4", 1)[0])
-    if num_samples != entry["samples"]:
-        raise DataError(f"{source} has {num_samples} samples, {index.name} says {entry['samples']}; fetch it again")
     at_D = np.frombuffer(buffer, "<u4", num_samples + 1, 4).astype(np.int64)
     variable = [number for number, size in enumerate(sizes) if size is None]
     bytes_DV = gather(buffer, at_D[:-1], 4 * len(variable)).view("<u4").reshape(num_samples, -1).astype(np.int64)
@@ -153,8 +151,9 @@ def _mds_shard(index: Path, entry: dict[str, Any], cache: Path) -> Shard:
         ]
     ).T
     starts_D = at_D[:-1] + 4 * len(variable) + sizes_DC[:, :column].sum(axis=1)
-    if (at_D[1:] != at_D[:-1] + 4 * len(variable) + sizes_DC.sum(axis=1)).any() or at_D[-1] > len(buffer):
-        raise DataError(f"{source} has samples that do not end where the next begins; it is damaged, fetch it again")
+    ends_D = at_D[:-1] + 4 * len(variable) + sizes_DC.sum(axis=1)
+    if num_samples != entry["samples"] or (at_D[1:] != ends_D).any() or at_D[-1] > len(buffer):
+        raise DataError(f"{source} has other samples than {index.name} says; it is damaged, fetch it again")
     dtype, header = _mds_layout(source, buffer, encodings[column], starts_D)
     lengths_D, rest_D = np.divmod(sizes_DC[:, column] - header, dtype.itemsize)
     if rest_D.any():
@@ -180,27 +179,25 @@ def _mds_file(index: Path, entry: dict[str, Any], cache: Path) -> tuple[Path, Pa
     """Return a shard's file, and the file with its content: in the cache, if the former is compressed."""
     raw = index.parent / _plain(index, entry["raw_data"]["basename"])
     if raw.exists() or not entry["zip_data"]:
-        if (size := raw.stat().st_size) != entry["raw_data"]["bytes"]:
-            raise DataError(f"{raw} has {size} bytes instead of {entry['raw_data']['bytes']}; fetch it again")
+        check_size(raw, entry["raw_data"]["bytes"])
         return raw, raw
     packed = index.parent / _plain(index, entry["zip_data"]["basename"])
     if not str(entry["compression"]).startswith("zstd"):
         raise DataError(f"{packed} is compressed with {entry['compression']}; write the shards with zstd, or without")
-    if (size := packed.stat().st_size) != entry["zip_data"]["bytes"]:
-        raise DataError(f"{packed} has {size} bytes instead of {entry['zip_data']['bytes']}; fetch it again")
+    check_size(packed, entry["zip_data"]["bytes"])
     unpacked = cache_folder(cache, "mds") / f"{packed.name}.{content_digests([packed], cache)[0][:32]}.raw"
     limit = int(entry["raw_data"]["bytes"])
     if not (unpacked.exists() and unpacked.stat().st_size == limit):
         if limit > (free := shutil.disk_usage(unpacked.parent).free):
             raise ConfigError(f"{unpacked.parent} has {free:,} bytes free, {packed} unpacks to {limit:,}; set --cache")
         with decompressed(packed, ".zst") as stream, write_atomic(unpacked) as target:
-            written = 0
+            left = limit
             while chunk := stream.read(2**20):
-                written += len(chunk)
-                if written > limit:  # guard: mds-bomb
+                left -= len(chunk)
+                if left < 0:  # guard: mds-bomb
                     break
                 target.write(chunk)
-            if written != limit:
+            if left:
                 raise DataError(f"{packed} does not decompress to the {limit} bytes of {index.name}; fetch it again")
     return packed, unpacked
 

@@ -428,11 +428,7 @@ def train_sources(
 
 
 def _opened(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> dict[str, tuple[TokenFile, Windows, DataConfig]]:
-    """Return tokens, windows and settings of a mixture's sources, by their name.
-
-    Raises:
-        ConfigError, DataError: as `train_sources`, with the name of the source.
-    """
+    """Return tokens, windows and settings of a mixture's sources, by their name."""
     found = {}
     for name, each in data.by_source().items():
         with named(name):

@@ -386,11 +386,7 @@ def _is_array(head: bytes) -> bool:
 
 
 def _refuse_binary(path: Path, head: bytes) -> None:
-    """Refuse a file that begins as no text does.
-
-    Raises:
-        DataError: it is binary.
-    """
+    """Refuse a file that begins as no text does."""
     kind = next((kind for magic, kind in _BINARY.items() if head.startswith(magic)), None)
     even, odd = head[::2].strip(b"\0"), head[1::2].strip(b"\0")
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(head) > 1 and bool(even) != bool(odd)):
@@ -400,11 +396,7 @@ def _refuse_binary(path: Path, head: bytes) -> None:
 
 
 def _refuse_list(path: Path, head: bytes) -> None:
-    """Refuse a list of files, such as SPES's `file_list.txt`, which would be trained on as text.
-
-    Raises:
-        DataError: each of its first lines names a file.
-    """
+    """Refuse a list of files, such as SPES's `file_list.txt`, which would be trained on as text."""
     lines = head.decode("utf-8-sig", "ignore").splitlines()
     names = [line.strip() for line in (lines[:-1] if len(head) == _HEAD_BYTES else lines) if line.strip()]
     if not names:

@@ -108,7 +108,7 @@ def strangers(data: DataConfig, paths: Sequence[Path]) -> Iterator[tuple[str, Se
 
 def _size_at(fingerprint: str, url: str) -> int:
     files = _files_of(_Place(url, is_own=False), _shown_manifest(url, fingerprint), fingerprint)[1]
-    return sum(each.num_bytes for each in files if each.is_exact)
+    return sum(each.num_bytes or 0 for each in files)
 
 
 @lru_cache(64)
@@ -169,7 +169,7 @@ def fetch(url: str, cache: Path, fingerprint: str | None, *, is_own: bool) -> Pa
         if kept.exists() and kept.read_bytes() == content:
             return kept
         wanted = [each for each in files if not (folder / each.name).exists()]
-        left = sum(each.num_bytes - _size(folder / f"{each.name}.part") for each in wanted if each.is_exact)
+        left = sum((each.num_bytes or 0) - _size(folder / f"{each.name}.part") for each in wanted)
         log.info(
             "fetching %d files, %s, of the shards %s from %s into %s",
             *(len(wanted), size_text(left), key[:12], place.base, folder),
@@ -190,11 +190,7 @@ def _use(folder: Path) -> None:
 
 
 def _make_room(shards: Path, num_bytes: int) -> None:
-    """Delete fetched shards that no process uses, the oldest first, until the disk has room.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Delete fetched shards that no process uses, the oldest first, until the disk has room."""
     for old in sorted((each for each in shards.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime):
         if num_bytes <= shutil.disk_usage(shards).free:
             return
@@ -215,21 +211,15 @@ def _make_room(shards: Path, num_bytes: int) -> None:
 
 
 class _File(NamedTuple):
-    """A file beside a manifest; of a tokenizer only the largest size is known."""
+    """A file beside a manifest, with its digests by their algorithms; no manifest knows the size of its tokenizer."""
 
     name: str
-    num_bytes: int
+    num_bytes: int | None
     digests: dict[str, str]
-    """By the names of the algorithms."""
-    is_exact: bool = True
 
 
 def _files_of(place: _Place, content: bytes, fingerprint: str | None) -> tuple[str, list[_File]]:
-    """Return what identifies the shards of a manifest or an index, and their files.
-
-    Raises:
-        DataError: it is none, or it is of other shards.
-    """
+    """Return what identifies the shards of a manifest or an index, and their files."""
     url = place.url(place.name)
     if place.name == MDS_INDEX and place.is_own:
         return hashlib.sha256(content).hexdigest(), [_File(*each) for each in mds_entries(url, content)]
@@ -240,29 +230,20 @@ def _files_of(place: _Place, content: bytes, fingerprint: str | None) -> tuple[s
     actual = fingerprint_of([(manifest.dtype, entry.sha256) for entry in manifest.shards])
     if actual != manifest.fingerprint or fingerprint not in (None, actual):  # guard: remote-fingerprint
         raise DataError(f"{url} has the fingerprint {actual}, this run trains on {fingerprint}; name another")
-    tokenizer = {"sha256": manifest.tokenizer_sha256}
-    files = [_File(manifest.tokenizer_file, MAX_TOKENIZER_BYTES, tokenizer, is_exact=False)]
-    for each in manifest.shards:
-        documents = {"sha256": each.documents_sha256}
-        files.append(_File(each.file, each.bytes, {"sha256": each.sha256}))
-        files.append(_File(each.documents_file, DOCUMENT_BYTES * each.documents, documents))
-    return actual, [*{each.name: each for each in files}.values()]
+    files = {manifest.tokenizer_file: (None, manifest.tokenizer_sha256)}
+    files |= {each.file: (each.bytes, each.sha256) for each in manifest.shards}
+    files |= {each.documents_file: (DOCUMENT_BYTES * each.documents, each.documents_sha256) for each in manifest.shards}
+    return actual, [_File(name, num_bytes, {"sha256": digest}) for name, (num_bytes, digest) in files.items()]
 
 
 def _fetch_file(place: _Place, file: _File, folder: Path, progress: _Progress) -> None:
-    """Fetch one file, verify it, and rename it into place.
-
-    Raises:
-        DataError: it is not the manifest's.
-    """
+    """Fetch one file, verify it, and rename it into place."""
     part = folder / f"{file.name}.part"
     part.parent.mkdir(parents=True, exist_ok=True)
-    if not file.is_exact:
-        _append(part, 0, place.read(file.name, file.num_bytes))
-    elif file.num_bytes:
+    if file.num_bytes:
         place.download(file.name, part, file.num_bytes, progress)
     else:
-        _append(part, 0, b"")
+        _append(part, 0, place.read(file.name, MAX_TOKENIZER_BYTES) if file.num_bytes is None else b"")
     if any(digest_of_file(part, name) != digest for name, digest in file.digests.items()):  # guard: remote-digest
         part.unlink()
         raise DataError(
@@ -301,11 +282,7 @@ class _Place:
         return f"{self.base}/{name}"
 
     def read(self, name: str, most: int) -> bytes:
-        """Return all bytes of a file.
-
-        Raises:
-            DataError: it cannot be read, or has more than `most` bytes.
-        """
+        """Return all bytes of a file."""
         content, deadline = bytearray(), time.monotonic() + READ_SECONDS
         with self._explained(name):
             for chunk in obstore.get(self._store, name).stream(1):
@@ -317,12 +294,7 @@ class _Place:
         return bytes(content)
 
     def download(self, name: str, part: Path, num_bytes: int, progress: _Progress) -> None:
-        """Bring a file to its length, piece by piece, from where an earlier process has left it.
-
-        Raises:
-            ConfigError: the file cannot be written.
-            DataError: the address cannot be read.
-        """
+        """Bring a file to its length, piece by piece, from where an earlier process has left it."""
         while (done := _size(part)) < num_bytes:
             try:
                 with self._explained(name):
@@ -368,7 +340,7 @@ class _Place:
 
 
 def _append(part: Path, start: int, chunk: bytes) -> None:
-    """Write a chunk at its place; what is behind it, of an answer that began again, goes."""
+    """Write a chunk at its place, in place of all that is behind it."""
     try:
         with part.open("r+b" if part.exists() else "wb") as stream:
             stream.truncate(start)

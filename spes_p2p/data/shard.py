@@ -100,6 +100,16 @@ def whole_file(path: Path, dtype: np.dtype, start: int = 0) -> Shard:
     return checked_shard(path, dtype, np.array([start], np.int64), np.array([length], np.int64), has_documents=False)
 
 
+def check_size(file: Path, *expected: int) -> None:
+    """Refuse a file that has none of some sizes.
+
+    Raises:
+        DataError: it has not.
+    """
+    if (size := file.stat().st_size) not in expected:
+        raise DataError(f"{file} has {size} bytes instead of {expected[0]}; it is truncated, fetch it again")
+
+
 def read_index(path: Path, dtype: np.dtype) -> np.ndarray:
     """Read a file of fixed records."""
     if (size := path.stat().st_size) % dtype.itemsize or not size:

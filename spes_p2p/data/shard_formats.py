@@ -20,6 +20,7 @@ from spes_p2p.data.mds import MDS, MDS_INDEX, is_mds_index, open_mds
 from spes_p2p.data.shard import (
     Shard,
     ascending,
+    check_size,
     checked_shard,
     dtype_by_size,
     from_ends,
@@ -89,18 +90,15 @@ def _megatron(path: Path, vocab_size: int, cache: Path) -> list[Shard]:
 
     Sequences of one document that follow each other are one document here.
     """
-    data, tokens = path.read_bytes(), path.with_suffix(".bin")
+    data, tokens = path.read_bytes().ljust(MEGATRON_HEADER_BYTES, b"\0"), path.with_suffix(".bin")
     if not data.startswith(MEGATRON_MAGIC):
         raise DataError(f"{path} is no Megatron index; name the .idx beside a .bin")
-    if len(data) < MEGATRON_HEADER_BYTES:
-        raise DataError(f"{path} has {len(data)} bytes; it is truncated, fetch it again")
+    num_sequences, num_documents = np.frombuffer(data, "<u8", 2, 18).tolist()
+    num_bytes = MEGATRON_HEADER_BYTES + 12 * num_sequences + 8 * num_documents
+    check_size(path, num_bytes, num_bytes + num_sequences)
     version, code = int.from_bytes(data[9:17], "little"), data[17]
     if version != 1 or code not in MEGATRON_DTYPES:
         raise DataError(f"{path} has version {version} and type {code}, not version 1 of integers; convert it")
-    num_sequences, num_documents = np.frombuffer(data, "<u8", 2, 18).tolist()
-    expected = MEGATRON_HEADER_BYTES + 12 * num_sequences + 8 * num_documents
-    if len(data) not in (expected, expected + num_sequences):
-        raise DataError(f"{path} has {len(data)} bytes instead of {expected}; it is truncated, fetch it again")
     if not tokens.exists():
         raise DataError(f"{tokens} does not exist, but {path.name} does; fetch it as well")
     lengths_S = np.frombuffer(data, "<i4", num_sequences, MEGATRON_HEADER_BYTES).astype(np.int64)

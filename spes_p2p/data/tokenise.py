@@ -13,10 +13,10 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -238,11 +238,7 @@ def _plan(files: Sequence[Path], states: Sequence[State], digests: Sequence[str]
 
 
 def _refuse(source: Source, error: DataError, settings: Settings) -> None:
-    """Leave a file out, if that was asked for.
-
-    Raises:
-        DataError: it was not.
-    """
+    """Leave a file out, if that was asked for."""
     if not settings.skip_unusable:
         raise error
     source.unusable = str(error)
@@ -274,87 +270,71 @@ def _work(sources: Sequence[Source], settings: Settings, on_progress: Callable[[
 # ---------------------------------------------------------------------- shards
 
 
-class _Joiner:
-    """Joins parts to shards, which end where a document does."""
+class _Span(NamedTuple):
+    """Documents of a part that lie together in one shard."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._itemsize = np.dtype(settings.dtype).itemsize
-        self._stack = contextlib.ExitStack()
-        self._streams: list[BinaryIO] = []
-        self._hashes = [hashlib.sha256(), hashlib.sha256()]
-        self._tokens = self._documents = 0
-        self.entries: list[ShardEntry] = []
+    part: Path
+    rows_D: np.ndarray
+    position: int
+    """Their first token in the part."""
 
-    def __enter__(self) -> _Joiner:
-        return self
+    @property
+    def num_tokens(self) -> int:
+        return int(self.rows_D["end"][-1]) - self.position
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if kind is None:
-            self._close()
-        self._stack.__exit__(kind, error, trace)
 
-    def add(self, target: Path) -> None:
-        """Append a part."""
-        rows_D = np.fromfile(target.with_suffix(DOCUMENTS_SUFFIX), DOCUMENT_FIELDS)
+def _spans_by_shard(parts: Iterable[Path], most_tokens: int) -> Iterator[list[_Span]]:
+    """Yield the spans of each shard, which ends where a document does."""
+    shard: list[_Span] = []
+    for part in parts:
+        rows_D = np.fromfile(part.with_suffix(DOCUMENTS_SUFFIX), DOCUMENT_FIELDS)
         ends_D = rows_D["end"].astype(np.int64)
         first = position = 0
-        with target.with_suffix(IDS_SUFFIX).open("rb") as ids:
-            while first < len(rows_D):
-                room = self._settings.max_shard_bytes // self._itemsize - self._tokens
-                count = int(np.searchsorted(ends_D[first:] - position, room, side="right"))
-                if not count and self._tokens:
-                    self._close()
-                    continue
-                last = first + max(count, 1)
-                self._append(ids, rows_D[first:last], position)
-                first, position = last, int(ends_D[last - 1])
+        while first < len(rows_D):
+            room = most_tokens - sum(span.num_tokens for span in shard)
+            count = int(np.searchsorted(ends_D[first:] - position, room, side="right"))
+            if not count and shard:
+                yield shard
+                shard = []
+                continue
+            last = first + max(count, 1)
+            shard.append(_Span(part, rows_D[first:last], position))
+            first, position = last, int(ends_D[last - 1])
+    if shard:
+        yield shard
 
-    def _append(self, ids: BinaryIO, rows_D: np.ndarray, position: int) -> None:
-        """Copy some documents, whose first token is at `position` of the part."""
-        if not self._streams:
-            name = f"{self._settings.stem}{len(self.entries):06d}"
-            self._files = [f"{name}.npy", f"{name}{DOCUMENTS_SUFFIX}"]
-            self._streams = [
-                self._stack.enter_context(write_atomic(self._settings.partial / file)) for file in self._files
-            ]
-        rows_D = rows_D.copy()
-        left = (int(rows_D["end"][-1]) - position) * self._itemsize
-        rows_D["end"] = rows_D["end"] - np.uint64(position) + np.uint64(self._tokens)
-        while left:
-            chunk = ids.read(min(left, COPY_BYTES))
-            if not chunk:
-                raise DataError(f"a part is damaged; delete {self._settings.partial}, and start again")
-            self._write(0, chunk)
-            left -= len(chunk)
-        self._write(1, rows_D.tobytes())
-        self._tokens = int(rows_D["end"][-1])
-        self._documents += len(rows_D)
 
-    def _write(self, which: int, data: bytes) -> None:
-        self._streams[which].write(data)
-        self._hashes[which].update(data)
-
-    def _close(self) -> None:
-        """Complete the shard."""
-        if not self._streams:
-            return
-        self._stack.close()
-        digests = [digest.hexdigest() for digest in self._hashes]
-        self.entries.append(
-            ShardEntry(
-                file=self._files[0],
-                documents_file=self._files[1],
-                tokens=self._tokens,
-                documents=self._documents,
-                bytes=self._tokens * self._itemsize,
-                sha256=digests[0],
-                documents_sha256=digests[1],
-            )
-        )
-        self._streams = []
-        self._hashes = [hashlib.sha256(), hashlib.sha256()]
-        self._tokens = self._documents = 0
+def _write_shard(number: int, spans: Sequence[_Span], settings: Settings) -> ShardEntry:
+    """Copy spans to a shard and its documents, in the folder of the parts."""
+    name, itemsize = f"{settings.stem}{number:06d}", np.dtype(settings.dtype).itemsize
+    file, documents_file = settings.partial / f"{name}.npy", settings.partial / f"{name}{DOCUMENTS_SUFFIX}"
+    digests = hashlib.sha256(), hashlib.sha256()
+    tokens = 0
+    with write_atomic(file) as ids, write_atomic(documents_file) as documents:
+        for span in spans:
+            with span.part.with_suffix(IDS_SUFFIX).open("rb") as source:
+                source.seek(span.position * itemsize)
+                left = span.num_tokens * itemsize
+                while chunk := source.read(min(left, COPY_BYTES)):
+                    ids.write(chunk)
+                    digests[0].update(chunk)
+                    left -= len(chunk)
+            if left:
+                raise DataError(f"a part is damaged; delete {settings.partial}, and start again")
+            rows_D = span.rows_D.copy()
+            rows_D["end"] = rows_D["end"] - np.uint64(span.position) + np.uint64(tokens)
+            documents.write(rows_D.tobytes())
+            digests[1].update(rows_D.tobytes())
+            tokens += span.num_tokens
+    return ShardEntry(
+        file=file.name,
+        documents_file=documents_file.name,
+        tokens=tokens,
+        documents=sum(len(span.rows_D) for span in spans),
+        bytes=tokens * itemsize,
+        sha256=digests[0].hexdigest(),
+        documents_sha256=digests[1].hexdigest(),
+    )
 
 
 def _publish(sources: Sequence[Source], settings: Settings) -> ShardManifest:
@@ -362,17 +342,16 @@ def _publish(sources: Sequence[Source], settings: Settings) -> ShardManifest:
     used = [source for source in sources if source.unusable is None]
     if not used:
         raise DataError("none of the files holds usable text; see why with --no-skip-unusable")
-    with _Joiner(settings) as joiner:
-        for source in used:
-            for piece in source.pieces:
-                joiner.add(piece.target)
-    manifest = _manifest(sources, joiner.entries, settings)
+    parts = (piece.target for source in used for piece in source.pieces)
+    most_tokens = settings.max_shard_bytes // np.dtype(settings.dtype).itemsize
+    shards = [_write_shard(number, spans, settings) for number, spans in enumerate(_spans_by_shard(parts, most_tokens))]
+    manifest = _manifest(sources, shards, settings)
     for stale in _shards_of(settings, ".npy", DOCUMENTS_SUFFIX):
         stale.unlink()
-    for entry in joiner.entries:
+    for entry in shards:
         for name in (entry.documents_file, entry.file):
             (settings.partial / name).replace(settings.folder / name)
-    lines = "".join(f"{(settings.folder / entry.file).resolve()}\n" for entry in joiner.entries)
+    lines = "".join(f"{(settings.folder / entry.file).resolve()}\n" for entry in shards)
     texts = {TOKENIZER: settings.tokenizer, FILE_LIST: lines.encode()}
     texts[MANIFEST] = (manifest.model_dump_json(indent=1) + "\n").encode()
     for name, data in texts.items():
