@@ -230,7 +230,7 @@ def _files_of(place: _Place, content: bytes, fingerprint: str | None) -> tuple[s
     actual = fingerprint_of([(manifest.dtype, entry.sha256) for entry in manifest.shards])
     if actual != manifest.fingerprint or fingerprint not in (None, actual):  # guard: remote-fingerprint
         raise DataError(f"{url} has the fingerprint {actual}, this run trains on {fingerprint}; name another")
-    files = {manifest.tokenizer_file: (None, manifest.tokenizer_sha256)}
+    files: dict[str, tuple[int | None, str]] = {manifest.tokenizer_file: (None, manifest.tokenizer_sha256)}
     files |= {each.file: (each.bytes, each.sha256) for each in manifest.shards}
     files |= {each.documents_file: (DOCUMENT_BYTES * each.documents, each.documents_sha256) for each in manifest.shards}
     return actual, [_File(name, num_bytes, {"sha256": digest}) for name, (num_bytes, digest) in files.items()]

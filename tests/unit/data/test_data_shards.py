@@ -16,9 +16,11 @@ import pytest
 import zstandard
 
 from spes_p2p.config import DataConfig, OwnData, PeerConfig, RunConfig
-from spes_p2p.data import mds
+from spes_p2p.data import mds, shard_formats
 from spes_p2p.data import shards as module
 from spes_p2p.data.packing import held_out_batches, token_file, train_sources
+from spes_p2p.data.shard import whole_file
+from spes_p2p.data.shard_formats import ShardFormat
 from spes_p2p.data.shards import TokenShards, locate
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
 from spes_p2p.data.windows import PackedWindows, TokenFile
@@ -67,6 +69,17 @@ def test_files_without_documents_hold_the_tokens_that_were_written(tmp_path, nam
     shards = opened(FIXTURES / name, cache=tmp_path)
     assert [document.tolist() for document in shards.documents()] == [FLAT]
     assert len(shards) == len(FLAT) and not shards.has_documents
+
+
+def test_a_new_format_is_a_function_and_a_row(tmp_path, monkeypatch):
+    row = ShardFormat(".tok", lambda path, vocab_size, cache: [whole_file(path, np.dtype("<u4"), start=4)])
+    formats = (*shard_formats.FORMATS, row)
+    for each in (shard_formats, module):
+        monkeypatch.setattr(each, "FORMATS", formats)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "a.tok").write_bytes(b"HEAD" + np.array(FLAT, "<u4").tobytes())
+    for given in ("shards", "shards/*.tok", "shards/a"):
+        assert [each.tolist() for each in opened(tmp_path / given, cache=tmp_path).documents()] == [FLAT]
 
 
 def test_rows_of_fixed_length_are_documents(tmp_path):
