@@ -185,13 +185,15 @@ def fetch(url: str, cache: Path, fingerprint: str | None, *, is_own: bool) -> Pa
 
 def _use(folder: Path) -> None:
     """Keep fetched shards on the disk until this process ends."""
-    os.utime(folder)
+    if os.access(folder, os.W_OK):  # a cache may be shared with other users
+        os.utime(folder)
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # released at the end of the process, however it ends
 
 
 def _make_room(shards: Path, num_bytes: int) -> None:
     """Delete fetched shards that no process uses, the oldest first, until the disk has room."""
-    for old in sorted((each for each in shards.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime):
+    folders = [each for each in shards.iterdir() if each.is_dir() and os.access(each, os.W_OK)]
+    for old in sorted(folders, key=lambda each: each.stat().st_mtime):
         if num_bytes <= shutil.disk_usage(shards).free:
             return
         lock = os.open(old, os.O_RDONLY)
