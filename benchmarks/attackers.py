@@ -1,4 +1,4 @@
-"""What one dishonest peer of eight can do to a run: the model's loss, how soon it is left out, and what guarding costs.
+"""What one dishonest peer of eight can do to a run: the model's loss, and how soon it is left out.
 
     .venv/bin/python benchmarks/attackers.py
 
@@ -11,21 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
-from string import ascii_uppercase
 from typing import Any, get_args
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from benchmarks.records import say_rows
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
-from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.commands.simulate import Spread
 from spes_p2p.config import CommandConfig
 from spes_p2p.errors import SimulationError
@@ -33,23 +28,20 @@ from spes_p2p.presentation import say
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import simulate
-from spes_p2p.swarm.averaging.audit import Auditor
-from spes_p2p.swarm.averaging.partition import GroupPlan, reduce_message
 from spes_p2p.swarm.names import VectorName
-from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.training.loss_gate import LossGate
 
 RESULTS = Path("benchmarks/results/attackers.json")
 SEEDS = (0, 1, 2)
 ATTACKER, FIRST, FACTOR, SOLE_FACTOR = 2, 3, 100.0, 1e4
 """The attacker, its first round, its factor, and its factor on slots that it alone holds."""
-UNDISTURBED, UNGUARDED = "undisturbed", "unguarded"
+UNDISTURBED = "undisturbed"
 SOLE_UNDISTURBED, SOLE, SOLE_UNGATED = "sole undisturbed", "sole scale", "sole scale ungated"
 """Runs in which each slot has one holder, whose deltas no other peer sees."""
 EXCLUDABLE = ("sign_flip", "scale", "nan", "noise", "moments", "lying_reducer")
 """Those that bring what no honest peer would; the rest does no more harm than one that is absent."""
-MAX_WORSE, MAX_ROUNDS, MAX_REJECTED, MAX_CLEAN, MAX_SECONDS = 2.0, 2, 1.0, 0.2, 3.0
-"""Per cent, rounds, and the rest per cent."""
+MAX_WORSE, MAX_ROUNDS, MAX_REJECTED = 2.0, 2, 1.0
+"""Per cent, rounds, per cent."""
 SMALL: Mapping[str, tuple[int, int, Sequence[str]]] = {
     "2 friends": (2, 2, ()),
     "3 friends": (3, 3, ()),
@@ -70,9 +62,7 @@ SMALL_ROWS = (
 )
 """Runs, those that they are compared with at as many tokens of each honest peer, and by how many per cent at most."""
 LIES = {"inflate": 1e6, "scale": 1e-6}
-ROUND_SECONDS = 8.1
-"""A round of 20 MiB `shared` over 100 Mbit/s (benchmarks/network.py), which the guards' time is held against."""
-SHARED_NUMEL, PEERS = 5 * 2**20, 8
+PEERS = 8
 RUN: Mapping[str, Any] = {
     "model": {
         **{"family": "olmoe", "hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
@@ -97,14 +87,12 @@ def main(config: AttackersBenchmarkConfig) -> int:
     """Make the runs that are missing, and print the rows; return 1 if a goal was missed."""
     document = json.loads(config.results.read_text()) if config.results.exists() else {"runs": {}}
     for seed in SEEDS:
-        for kind in (UNDISTURBED, *kinds(), UNGUARDED, SOLE_UNDISTURBED, SOLE, SOLE_UNGATED, *SMALL):
+        for kind in (UNDISTURBED, *kinds(), SOLE_UNDISTURBED, SOLE, SOLE_UNGATED, *SMALL):
             if f"{kind} {seed}" not in document["runs"]:
                 document["runs"][f"{kind} {seed}"] = run = measure(kind, seed)
                 config.results.write_text(json.dumps(document, indent=1) + "\n")
                 what = f"loss {run['loss']:.4f}" if "ended" not in run else run["ended"]
                 say(f"{kind} {seed}: {what}, left out from round {run['left_out_from']}")
-    document.setdefault("guard_seconds", guard_seconds())
-    config.results.write_text(json.dumps(document, indent=1) + "\n")
     rows = say_rows(attacker_rows(document))
     return 0 if all(row.is_reached is not False for row in rows) else 1
 
@@ -115,47 +103,27 @@ def kinds() -> tuple[str, ...]:
 
 
 def scenario(kind: str, seed: int) -> Scenario:
-    """Return a run of eight peers with one attacker, or without one."""
+    """Return a run of eight peers with one attacker, or without one; or a small run, whose peers train all slots."""
+    settings: dict[str, Any] = {"run": RUN, "seed": seed, "threads": 1, "evaluate_rounds": 100, "held_out_tokens": 8192}
     if kind in SMALL:
-        return small_scenario(*SMALL[kind], seed)
+        peers, voters, told = SMALL[kind]
+        lies = [{"peer": peers - 1, "kind": each, "factor": LIES.get(each, 1.0)} for each in told]
+        return Scenario.model_validate({**settings, "peers": peers, "voters": voters, "attacks": lies})
     attack = {"peer": ATTACKER, "kind": kind, "from_round": FIRST, "factor": FACTOR}
     if is_sole := kind in (SOLE_UNDISTURBED, SOLE, SOLE_UNGATED):
         attack |= {"kind": "scale", "groups": "slots", "factor": SOLE_FACTOR}
-    is_attacked = kind in (*kinds(), SOLE, SOLE_UNGATED)
-    return Scenario.model_validate(
-        {
-            **{"run": RUN, "peers": PEERS, "max_slots": 1 if is_sole else 2, "seed": seed, "threads": 1},
-            **{"evaluate_rounds": 100, "held_out_tokens": 8192, "attacks": [attack] if is_attacked else []},
-        }
-    )
-
-
-def small_scenario(peers: int, voters: int, attacks: Sequence[str], seed: int) -> Scenario:
-    """Return a run of a few peers, all of which train all slots."""
-    lies = [{"peer": peers - 1, "kind": kind, "factor": LIES.get(kind, 1.0)} for kind in attacks]
-    return Scenario.model_validate(
-        {
-            **{"run": RUN, "peers": peers, "voters": voters, "attacks": lies, "seed": seed, "threads": 1},
-            **{"evaluate_rounds": 100, "held_out_tokens": 8192},
-        }
-    )
+    attacks = [attack] if kind in (*kinds(), SOLE, SOLE_UNGATED) else []
+    return Scenario.model_validate({**settings, "peers": PEERS, "max_slots": 1 if is_sole else 2, "attacks": attacks})
 
 
 def measure(kind: str, seed: int) -> dict[str, Any]:
-    """Return what came of a run, which has no loss if it did not live to its end.
-
-    The unguarded one is undisturbed, and takes plain means and whatever is published.
-    """
-    with contextlib.ExitStack() as stack:
-        if kind == UNGUARDED:
-            stack.enter_context(mock.patch.object(Auditor, "weigh", _plain_weights))
-        if kind in (UNGUARDED, SOLE_UNGATED):
-            stack.enter_context(mock.patch.object(LossGate, "load", _ungated))
-        run = scenario(kind, seed)
-        try:
+    """Return what came of a run, which has no loss if it did not live to its end."""
+    run = scenario(kind, seed)
+    try:
+        with mock.patch.object(LossGate, "load", _ungated) if kind == SOLE_UNGATED else contextlib.nullcontext():
             result = simulate(run)
-        except SimulationError as error:
-            return {**{"loss": None, "left_out_from": None, "rejected": 0, "contributions": 0}, "ended": str(error)}
+    except SimulationError as error:
+        return {**{"loss": None, "left_out_from": None, "rejected": 0, "contributions": 0}, "ended": str(error)}
     attackers = {attack.peer for attack in run.attacks}
     honest = [peer for peer in range(run.peers) if peer not in attackers]
     rejected = {(round, peer) for round, peers in result.accused.items() for peer in peers if peer in honest}
@@ -165,7 +133,6 @@ def measure(kind: str, seed: int) -> dict[str, Any]:
         "left_out_from": min((round for round, peers in result.left_out.items() if attackers & {*peers}), default=None),
         "rejected": len(rejected),
         "contributions": len(honest) * len(result.left_out),
-        "wall_seconds": result.wall_seconds,
     }
 
 
@@ -175,46 +142,14 @@ def attacker_rows(document: Mapping[str, Any]) -> Iterator[Row]:
         yield from _attack_rows(kind, document["runs"])
     yield from _sole_rows(document["runs"])
     yield from small_rows(document["runs"])
-    yield from _honest_rows(document)
+    yield from _honest_rows(document["runs"])
 
 
-def summary_rows(document: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield what all attacks come to together, which is what the worst of them does, and what guarding costs."""
-    runs: Mapping[str, Any] = document["runs"]
-    seeds = {kind: [seed for seed in SEEDS if f"{kind} {seed}" in runs] for kind in kinds()}
-    worse = {kind: _worse(kind, UNDISTURBED, found, runs) for kind, found in seeds.items() if found}
-    worst = max(worse, key=lambda kind: worse[kind].mean)
-    what = f"held-out loss under the worst of {len(worse)} attacks by 1 of {PEERS}, equal tokens, {len(SEEDS)} seeds"
-    is_small = len(worse) == len(kinds()) and worse[worst].mean <= MAX_WORSE
-    yield Row(what, f"{_figure(worse[worst])} ({worst})", f"+{MAX_WORSE:g} %", is_small)
-    rounds = [_rounds(runs[f"{kind} {seed}"]) for kind in EXCLUDABLE for seed in seeds[kind]]
-    most = max((math.inf if count is None else count for count in rounds), default=math.inf)
-    what = f"rounds in which an attacker took part before it was left out, the most in {len(rounds)} runs"
-    what += f" of the {len(EXCLUDABLE)} attacks that bring what no honest peer would"
-    yield Row(what, f"{most:g}", f"<= {MAX_ROUNDS}", most <= MAX_ROUNDS)
-    rest = ", ".join(kind for kind in worse if kind not in EXCLUDABLE)
-    yield Row("- attacks that pass for work, or for absence, and are found late or never", rest)
-    yield from _sole_rows(runs)
-    yield from small_rows(runs)
-    yield from _honest_rows(document)
-
-
-def _honest_rows(document: Mapping[str, Any]) -> Iterator[Row]:
-    runs: Mapping[str, Any] = document["runs"]
-    seen = list(runs.values())
-    rejected, contributions = (sum(run[what] for run in seen) for what in ("rejected", "contributions"))
+def _honest_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
+    rejected, contributions = (sum(run[what] for run in runs.values()) for what in ("rejected", "contributions"))
     share = 100 * rejected / max(contributions, 1)
     figure = f"{share:.2f} % ({rejected} of {contributions})"
     yield Row("honest contributions accused or left out", figure, f"< {MAX_REJECTED:g} %", share < MAX_REJECTED)
-    seeds = [seed for seed in SEEDS if f"{UNGUARDED} {seed}" in runs]
-    if seeds:
-        worse = _worse(UNDISTURBED, UNGUARDED, seeds, runs)
-        what = f"held-out loss with all guards against none, no attack, {len(seeds)} seeds"
-        yield Row(what, _figure(worse), f"+{MAX_CLEAN:g} %", worse.mean <= MAX_CLEAN)
-    if seconds := document.get("guard_seconds"):
-        share = 100 * seconds / ROUND_SECONDS
-        what = f"what guarding 20 MiB among {PEERS} takes a peer, of a round of {ROUND_SECONDS:g} s"
-        yield Row(what, f"+{share:.2f} % ({1000 * seconds:.0f} ms)", f"+{MAX_SECONDS:g} %", share <= MAX_SECONDS)
 
 
 def _attack_rows(kind: str, runs: Mapping[str, Any]) -> Iterator[Row]:
@@ -281,44 +216,8 @@ def _figure(worse: Spread) -> str:
     return f"{worse.mean:+.2f} %" + (f" ± {worse.deviation:.2f}" if worse.deviation is not None else "")
 
 
-def _plain_weights(auditor: Auditor, part: object, values: list[Tensor | None]) -> list[float]:
-    weights = [auditor._plan.weights[sender] for sender in auditor._plan.senders]
-    return [0.0 if value is None else weight for value, weight in zip(values, weights, strict=True)]
-
-
 def _ungated(gate: LossGate, vectors: Mapping[VectorName, Tensor], adopted: Collection[VectorName] = ()) -> None:
     gate._trainer.load(vectors)
-
-
-def guard_seconds() -> float:
-    """Return by how much longer a peer takes for its part of a group's means if it looks at what it gets."""
-    peers = [f"Qm{'P' * 43}{letter}" for letter in ascii_uppercase[:PEERS]]
-    times = {"tokens_per_second": 1.0, "ready_at": 1.0, "sync_seconds": 0.0}
-    entry = {"round": 0, "previous": "0" * 64, "tokens": 1, "slots": (), **times}
-    roster = Roster(Member.model_validate(entry | {"peer_id": peer}) for peer in peers)
-    plan = GroupPlan.in_roster(roster, peers, Format([Segment(SHARED_NUMEL, "fp32")]))
-    vectors = [torch.randn(SHARED_NUMEL) + 1.0 for _ in range(PEERS)]
-    source = plan.format.encode(vectors[0])
-
-    def seconds(is_guarded: bool) -> float:
-        began = time.perf_counter()
-        auditor = Auditor(plan, peers[0]) if is_guarded else None
-        for message in plan.slices[0]:
-            reduce_message(
-                plan,
-                message,
-                [vector[message[0].start : message[-1].stop] for vector in vectors],
-                torch.empty(0),
-                None if auditor is None else auditor.weigh,
-            )
-        if auditor is not None:
-            for index in range(1, PEERS):
-                for message in plan.slices[index]:
-                    auditor.observe_mean(index, message, vectors[1][message[0].start : message[-1].stop], source)
-            auditor.evidence()
-        return time.perf_counter() - began
-
-    return median(seconds(True) - seconds(False) for _ in range(9))
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 
 RESULTS = ROOT / "benchmarks" / "results" / "core.json"
-STUDY = ROOT / "benchmarks" / "default_model.yaml"
+STUDY = ROOT / "benchmarks" / "studies" / "default_model.yaml"
 """Of which earlier code has no copy."""
 PARTS: dict[str, str] = {
-    "house": "-m benchmarks.house",
-    "windows": "-m benchmarks.at_most_once",
+    "house": "-m benchmarks.rest --core",
+    "windows": "tests/support/at_most_once.py",
     "newcomer": "benchmarks/newcomer.py",
     "kills": "benchmarks/elastic.py --only kills --repeats 23",
     "orphans": "benchmarks/elastic.py --only claims",
@@ -44,8 +44,8 @@ PARTS: dict[str, str] = {
     "plans": "-m spes_p2p plan --config",
     "histories": "-m json.tool benchmarks/results/histories.json",
     "cuts": "-m benchmarks.history_cuts --voters 5 --kinds minority",
-    "flood": "benchmarks/certificates.py --only flood",
-    "bytes": "-m benchmarks.certificate_bytes",
+    "flood": "-m benchmarks.decisions flood",
+    "bytes": "-m benchmarks.decisions bytes",
     "first": "-m benchmarks.first_command {tree}",
     "adamw": "benchmarks/local_experiment.py --pace --experiment runs/adamw",
     "simulator_16": "benchmarks/simulator_speed.py --peers 16 --pairs 1",

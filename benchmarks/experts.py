@@ -1,6 +1,8 @@
-"""What the expert bank costs against stock Hugging Face: the module alone, and the whole train step.
+"""What the expert bank costs against stock Hugging Face: one layer, forward and backward pass and optimizer.
 
-    .venv/bin/python benchmarks/experts.py [--device cuda] [--pairs 15] [--output benchmarks/results]
+    .venv/bin/python benchmarks/experts.py [--pairs 15] [--write]
+
+On a GPU it is a part of `benchmarks/gpu.py`.
 
 Everything of a table runs in one process and takes turns, and a ratio is the median of the turns' ratios: what else the
 machine does at the time changes both alike. On a CPU the clock is this process's CPU time on one thread, in fp32. On a
@@ -10,32 +12,25 @@ for under autocast its grouped_mm computes in fp32.
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import LongTensor, Tensor, nn
 
-from benchmarks.machine import Circumstances, load_average
-from benchmarks.records import say_rows, write_json
-from benchmarks.stock import default_stock_model, stock_step
-from benchmarks.tables import HEAD, Row, markdown_table
+from benchmarks.records import measure_parts
+from benchmarks.stock import default_stock_model
+from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, LogLevel, ModelConfig, PositiveInt, RunConfig
 from spes_p2p.model.bank import ExpertBank
-from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.frozen import unavailable
 from spes_p2p.model.kernels import KERNELS
-from spes_p2p.presentation import say
-from spes_p2p.training.ranks import Ranks
-from spes_p2p.training.trainer import Trainer
 
-MAX_MODULE, MAX_STEP = 0.72, 1.03
+MAX_MODULE = 0.72
 WARM_UP_TURNS = 2
 STOCK = "stock"
 Device = Literal["cpu", "cuda"]
@@ -44,24 +39,15 @@ Device = Literal["cpu", "cuda"]
 class ExpertsConfig(CommandConfig):
     """The expert bank's speed against stock Hugging Face."""
 
-    device: Device = "cpu"
-    """Where to measure."""
     pairs: PositiveInt = 15
     """Turns of each."""
-    output: Path | None = None
-    """Folder in which to leave the figures, under the device's name."""
+    write: bool = False
+    """Keep the rows in benchmarks/results/experts.json and .md."""
     log_level: LogLevel = "warning"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One layer's experts, and the tokens that they get.
-
-    Attributes:
-        model: Their shape.
-        tokens: Tokens of one batch.
-        claimed: Slots of a peer that trains a few.
-    """
+class Shape(NamedTuple):
+    """One layer's experts, the tokens of one batch, and the slots of a peer that trains a few."""
 
     model: ModelConfig
     tokens: int
@@ -73,16 +59,13 @@ class Shape:
 
 
 def shapes(device: Device) -> list[Shape]:
-    """Return the shapes to measure: the facts' on a CPU, one that fills the device on CUDA."""
+    """Return the shapes to measure: small ones on a CPU, one that fills the device on CUDA."""
     if device == "cuda":
         olmoe = ModelConfig(hidden_size=2048, num_heads=16, num_kv_heads=16, intermediate_size=1024, num_experts=64)
         return [Shape(olmoe.model_copy(update={"top_k": 8}), tokens=16384, claimed=16)]
     facts = ModelConfig(hidden_size=512, num_heads=8, num_kv_heads=8, num_experts=16)
     widths = (facts.model_copy(update={"intermediate_size": width}) for width in (512, 256))
     return [Shape(model, tokens=1024, claimed=4) for model in widths]
-
-
-# ---------------------------------------------------------------------- rows
 
 
 def module_rows(device: Device, pairs: int) -> Iterator[Row]:
@@ -110,22 +93,6 @@ def _plans(shape: Shape, device: Device) -> Iterator[tuple[int, str, str]]:
     for kernel, kind in KERNELS.items():
         if kernel != best and kind().available(torch.device(device)) is None:
             yield few, exact, kernel
-
-
-def step_rows(device: Device, pairs: int) -> Iterator[Row]:
-    """Yield the whole train step's rows, against stock: all slots claimed, and a quarter of them."""
-    run = RunConfig() if device == "cpu" else _filling_run()
-    every = run.model.num_experts
-    turns = {f"{count} of {every} slots": count for count in (every, every // 4)}
-    vocab_size = run.data.vocab_size
-    batches = RandomTokens(vocab_size, run.data.sequence_length, device)
-    steps: dict[str, Callable[[], object]] = {STOCK: _stock_turn(run, batches, device)}
-    steps |= {name: _trainer_turn(run, count, batches, device) for name, count in turns.items()}
-    seconds = _take_turns(steps, pairs, device)
-    tokens = run.train.batch_size * run.data.sequence_length
-    for name, count in turns.items():
-        figure = f"whole train step / stock HF, hidden {run.model.hidden_size}, {tokens} tokens: {name}"
-        yield _row(figure, _ratio(seconds, name), MAX_STEP if count == every else None)
 
 
 def _row(figure: str, ratio: float, most: float | None) -> Row:
@@ -164,9 +131,6 @@ def _seconds(turn: Callable[[], object], device: Device) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-# ---------------------------------------------------------------------- the module
-
-
 def _module_turns(
     shape: Shape, plans: Mapping[str, tuple[int, str, str]], device: Device
 ) -> dict[str, Callable[[], object]]:
@@ -203,9 +167,6 @@ def _module_turn(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor, Tensor
     return turn
 
 
-# ---------------------------------------------------------------------- the whole step
-
-
 class RandomTokens:
     """Random tokens; a `TokenSource`."""
 
@@ -228,61 +189,11 @@ class RandomTokens:
         """Do nothing."""
 
 
-def _filling_run() -> RunConfig:
-    """A few of OLMoE's layers, in bf16."""
-    default, (shape,) = RunConfig(), shapes("cuda")
-    return default.model_copy(
-        update={
-            "model": shape.model.model_copy(update={"num_layers": 4}),
-            "data": default.data.model_copy(update={"sequence_length": 2048}),
-            "train": default.train.model_copy(update={"precision": "bf16"}),
-        }
-    )
-
-
-def _stock_turn(run: RunConfig, batches: RandomTokens, device: Device) -> Callable[[], object]:
-    module = default_stock_model(run, run.data.vocab_size)
-    nn.Module.to(module, torch.device(device))
-    if run.train.precision == "bf16":
-        nn.Module.to(module, torch.bfloat16)
-        run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "fp32"})})  # no autocast
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=run.train.weight_decay, fused=True)
-    return lambda: stock_step(module, optimizer, batches.next_batch(run.train.batch_size), run)
-
-
-def _trainer_turn(run: RunConfig, claimed: int, batches: RandomTokens, device: Device) -> Callable[[], object]:
-    model = build_slot_model(
-        run.model,
-        vocab_size=run.data.vocab_size,
-        sequence_length=run.data.sequence_length,
-        seed=run.seed,
-        claimed=range(claimed),
-        storage=run.frozen_storage,
-        kernel="auto",
-        device=device,
-    )
-    model.module.train()
-    trainer = Trainer(model, run.train, batches, Ranks(device))
-    return lambda: trainer.step(1e-4)
-
-
-# ---------------------------------------------------------------------- the command
-
-
 def main(config: ExpertsConfig) -> int:
-    """Measure, and say what came of it; return the exit code."""
-    circumstances = Circumstances.now(load_average(), None)
+    """Measure and print; return 1 if a goal was missed."""
     torch.set_num_threads(1)
-    device_name = torch.cuda.get_device_name() if config.device == "cuda" else circumstances.cpu
-    rows = say_rows(row for measure in (module_rows, step_rows) for row in measure(config.device, config.pairs))
-    say("\n" + markdown_table(HEAD, [row.cells for row in rows]))
-    if config.output is not None:
-        slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-        path = config.output / f"experts-{slug}.json"
-        figures = [dict(zip(HEAD, row.cells, strict=True)) for row in rows]
-        write_json(path, circumstances, device=device_name, pairs=config.pairs, figures=figures)
-        say(f"written to {path}")
-    return 0
+    parts = {"module": partial(module_rows, "cpu", config.pairs)}
+    return measure_parts("experts", parts, [], config.write)
 
 
 if __name__ == "__main__":

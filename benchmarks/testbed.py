@@ -1,6 +1,6 @@
-"""An internet of one's own: peers in network namespaces, and between them links with rates, delays, losses and cuts.
+"""An internet of one's own: peers in network namespaces, and between them links with rates, delays and cuts.
 
-    with TestBed(peers=4, mbit=100, rtt_ms=40, uplinks={3: 20}) as bed:
+    with TestBed(peers=4, mbit=100, rtt_ms=40) as bed:
         process = bed.run_in(0, function, argument)
         bed.cut(3)
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import json
 import multiprocessing
 import os
-import random
 import select
 import shutil
 import signal
@@ -35,8 +33,6 @@ from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 SOURCE = Path(__file__).resolve().parent / "wan" / "wanemu.c"
 NAMESPACES = Path("/var/run/netns")
 TUN = Path("/dev/net/tun")
-ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
-AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 TOOLS = ("gcc", "ip")
 PREFIX = "spes"
 DEVICE = "wan0"
@@ -68,14 +64,10 @@ class TestBed:
         peers: Number of namespaces.
         mbit: What each peer can send, and what it can receive, in 10^6 bits per second.
         rtt_ms: Round-trip time between any two, on empty links.
-        loss_percent: Packets lost at random.
-        uplinks: What some can send instead, by peer.
         routers: Kinds of the routers of peers that have one.
-        congestion: TCP's congestion control in the namespaces: `cubic`, `bbr` or what else the kernel has.
-        seed: Of the losses; drawn by default, then found in `seed`.
 
     Raises:
-        ConfigError: this machine cannot have a bed, or `congestion` is not in its kernel.
+        ConfigError: this machine cannot have a bed.
     """
 
     __test__ = False  # nothing that pytest should collect
@@ -86,23 +78,13 @@ class TestBed:
         *,
         mbit: float = 100.0,
         rtt_ms: float = 40.0,
-        loss_percent: float = 0.0,
-        uplinks: Mapping[int, float] | None = None,
         routers: Mapping[int, Router] | None = None,
-        congestion: str = "cubic",
-        seed: int | None = None,
     ) -> None:
         self._routers = dict(routers or {})
         if reason := available() or (routers_available() if self._routers else None):
             raise ConfigError(f"no test bed on this machine: {reason}")
-        if congestion not in (known := AVAILABLE.read_text().split()):
-            raise ConfigError(f"congestion={congestion} is not in this kernel; choose one of {', '.join(known)}")
         self.peers = peers
-        self.congestion = congestion
-        self.seed = random.randrange(2**31) if seed is None else seed
-        ups = [(uplinks or {}).get(peer, mbit) for peer in range(peers)]
-        self._links = [f"{up:g}:{mbit:g}:{rtt_ms:g}:{loss_percent:g}" for up in ups]
-        self._offload = 0 if loss_percent else 1
+        self._links = [f"{mbit:g}:{mbit:g}:{rtt_ms:g}:0"] * peers  # up, down, round trip, losses
         self._prefix = ""
         self._closing = contextlib.ExitStack()
 
@@ -114,12 +96,11 @@ class TestBed:
             folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="testbed-")))
             _run("gcc", "-O2", "-o", str(folder / "wanemu"), str(SOURCE))
             self._emulator = closing.enter_context(self._emulate(folder / "wanemu"))
-            with _allowed(self.congestion):
-                for peer in range(self.peers):
-                    self._set_up(peer)
-                for peer, kind in self._routers.items():
-                    closing.enter_context(_namespace(self.namespace(peer)))
-                    self._set_up_home(peer, kind)
+            for peer in range(self.peers):
+                self._set_up(peer)
+            for peer, kind in self._routers.items():
+                closing.enter_context(_namespace(self.namespace(peer)))
+                self._set_up_home(peer, kind)
             self._closing = closing.pop_all()
         return self
 
@@ -180,7 +161,7 @@ class TestBed:
 
     @contextlib.contextmanager
     def _emulate(self, program: Path) -> Iterator[subprocess.Popen]:
-        command = [str(program), self._prefix, f"{QUEUE_MS:g}", str(self._offload), str(self.seed), *self._links]
+        command = [str(program), self._prefix, f"{QUEUE_MS:g}", "1", "0", *self._links]
         dies = functools.partial(die_with_parent, os.getpid())
         pipe = subprocess.PIPE
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=dies) as process:
@@ -209,27 +190,10 @@ class TestBed:
         set_rules(self._name(peer), kind, DEVICE)
 
     def _configure(self, name: str) -> None:
-        configuring = start_process(_configure, name, self.congestion)
+        configuring = start_process(_configure, name)
         configuring.join(COMMAND_SECONDS)
         if configuring.exitcode != 0:
-            raise SpesError(f"namespace {name} does not take congestion={self.congestion}; choose another")
-
-
-class Loopback:
-    """Stands for a test bed: all peers on this machine's loopback, without limits."""
-
-    def address(self, peer: int) -> str:
-        """Return the address of all peers."""
-        return "127.0.0.1"
-
-    host = address
-
-    def run_in(self, peer: int, function: Callable[..., Any], *args: Any) -> ForkProcess:
-        """Run a function in a fork of this process, which dies with the calling thread."""
-        return start_process(function, *args)
-
-
-Place = TestBed | Loopback
+            raise SpesError(f"namespace {name} cannot be configured")
 
 
 def available() -> str | None:
@@ -267,10 +231,10 @@ def enter_namespace(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter namespace {name}")
 
 
-def _configure(name: str, congestion: str) -> None:
+def _configure(name: str) -> None:
     enter_namespace(name)
     for setting, value in (
-        ("ipv4/tcp_congestion_control", congestion),
+        ("ipv4/tcp_congestion_control", "cubic"),
         ("ipv4/tcp_no_metrics_save", "1"),  # one round must not teach TCP how the next one starts
         ("ipv4/ip_forward", "1"),  # where it is a router
         ("ipv6/conf/all/disable_ipv6", "1"),
@@ -297,22 +261,6 @@ def _namespace(name: str) -> Iterator[None]:
         yield
     finally:
         _run("ip", "netns", "del", name)
-
-
-@contextlib.contextmanager
-def _allowed(congestion: str) -> Iterator[None]:
-    """Let namespaces choose a congestion control; only choosing takes permission, so it is withdrawn at once."""
-    with ALLOWED.open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        before = file.read().strip()
-        if congestion in before.split():
-            yield
-            return
-        try:
-            ALLOWED.write_text(f"{before} {congestion}")
-            yield
-        finally:
-            ALLOWED.write_text(before)
 
 
 def _run(*command: str) -> str:

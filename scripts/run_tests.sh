@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Linters, types and tests. Without arguments: the commit lane, what every change must pass, at most twelve minutes on two
-# cores, a cold installation included. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five newcomers, long fuzzing and
-# the removal of every guard. Each lane lists what failed, and appends its result to the JSON list in the file
-# $SPES_LANE_LOG, if that is set.
+# cores, a cold installation included. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five
+# newcomers and the removal of every guard. Each lane lists what failed, and appends its result to the JSON list in the
+# file $SPES_LANE_LOG, if that is set.
 # Other arguments go to pytest, and nothing else runs: scripts/run_tests.sh tests/unit/optim -k merge
 # After `--all`, pytest selects the tests marked `full` as well: scripts/run_tests.sh --all tests/chaos
 set -euo pipefail
@@ -77,7 +77,6 @@ stage "real-peer tests" tests tests --ignore=tests/unit --ignore=tests/chaos -n 
 if [ "$lane" = commit ]; then stage "mypy" finish_mypy; fi
 if [ "$lane" = full ]; then
     stage "kills and newcomers" "$python" benchmarks/elastic.py --only kills newcomer
-    stage "long fuzzing" "$python" -m benchmarks.fuzz
     stage "guard removal" "$python" benchmarks/guards.py
 fi
 

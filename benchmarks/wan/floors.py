@@ -9,7 +9,6 @@ need X (N - 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -69,37 +68,7 @@ def round_seconds(payload: Payload, peers: int, mbit: float) -> float:
     return round_bytes(payload, peers) / bytes_per_second(mbit)
 
 
-def full_averaging_bytes(payload: Payload, peers: int) -> float:
-    """Return the bytes that a peer sends, and receives, if all peers average all vectors: 2 (S + X) (N - 1) / N."""
-    return 2 * (payload.shared_bytes + payload.slots_bytes) * (peers - 1) / peers
-
-
-def full_averaging_seconds(payload: Payload, peers: int, mbit: float) -> float:
-    """Return the least time of that."""
-    return full_averaging_bytes(payload, peers) / bytes_per_second(mbit)
-
-
-def server_bytes(payload: Payload, peers: int) -> tuple[float, float]:
-    """Return what a server receives, N S + X, and sends, N (S + X)."""
-    shared, slots = payload.shared_bytes, payload.slots_bytes
-    return peers * shared + slots, peers * (shared + slots)
-
-
 def server_seconds(payload: Payload, peers: int, mbit: float) -> float:
-    """Return the least time of a round through a server on the same link: it must have all before it sends."""
-    return sum(server_bytes(payload, peers)) / bytes_per_second(mbit)
-
-
-def unequal_seconds(payload: Payload, up_mbit: Sequence[float], down_mbit: float) -> float:
-    """Return the least time of a round where uplinks differ: the largest of three bounds.
-
-    Every peer i must send its own delta of `shared` and its own slots at least once, to any reducer and any relay:
-    (S + X / N) / u_i. All uplinks together must send everything that an all-reduce and an exchange take:
-    (2 S + X) (N - 1) / sum(u). And every peer must receive the mean of `shared` and the slots of others once:
-    (S + X (N - 1) / N) / d.
-    """
-    peers, shared, slots = len(up_mbit), payload.shared_bytes, payload.slots_bytes
-    own = (shared + slots / peers) / bytes_per_second(min(up_mbit))
-    together = (2 * shared + slots) * (peers - 1) / bytes_per_second(sum(up_mbit))
-    incoming = (shared + slots * (peers - 1) / peers) / bytes_per_second(down_mbit)
-    return max(own, together, incoming)
+    """Return the least time of a round through a server on the same link, which receives all before it sends all."""
+    received = peers * payload.shared_bytes + payload.slots_bytes
+    return (received + peers * (payload.shared_bytes + payload.slots_bytes)) / bytes_per_second(mbit)

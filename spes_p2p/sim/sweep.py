@@ -22,9 +22,7 @@ from spes_p2p.planner.size import ModelSize
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import SimulationResult
 
-EXAMPLE = "configs/convergence.yaml"
-SCENARIO_EXAMPLE = "configs/scenarios.yaml"
-"""Shows a scenario's settings beside the run's."""
+EXAMPLE = "configs/scenarios.yaml"
 RESULTS_FOLDER = "results"
 
 
@@ -130,7 +128,7 @@ def _variant(name: str, settings: Settings, file: SweepFile, path: Path) -> Vari
     merged = deep_merge(file.base, {key: value for key, value in settings.items() if key != "title"})
     run = merged.get("run") or {}
     if not isinstance(run, dict):
-        raise ConfigError(f"{where}: run={run!r} holds no settings; see {SCENARIO_EXAMPLE}")
+        raise ConfigError(f"{where}: run={run!r} holds no settings; see {EXAMPLE}")
     for key, value in (("seed", merged.get("seed")), ("run.seed", run.get("seed"))):
         if value is not None:
             raise ConfigError(f"{where}: {key}={value!r} is set by the sweep; list it under seeds instead")
@@ -141,7 +139,7 @@ def _variant(name: str, settings: Settings, file: SweepFile, path: Path) -> Vari
             for seed in file.seeds
         }
     except ValidationError as error:
-        raise ConfigError(f"{where}: {explain(error, SCENARIO_EXAMPLE)}") from error
+        raise ConfigError(f"{where}: {explain(error, EXAMPLE)}") from error
     return Variant(title, scenarios)
 
 

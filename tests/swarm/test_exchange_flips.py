@@ -1,8 +1,7 @@
 """Of downloads in each of which one bit was flipped none is loaded, and each names its sender."""
 
 import pytest
-
-from benchmarks.bit_flips import flip_downloads
+from bit_flips import flip_downloads
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
 

@@ -16,10 +16,10 @@ from real_peers import (
     plain_mean,
     with_arrays,
 )
+from routed_peer import CALL_SECONDS, RoutedPeers, bed_of
 
 from benchmarks.routers import routers_available
 from benchmarks.testbed import TestBed, available
-from benchmarks.wan.routed_peer import CALL_SECONDS, RoutedPeers, bed_of
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.roster import SHARED
 

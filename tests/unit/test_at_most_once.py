@@ -1,11 +1,10 @@
-"""Peers are dealt each window of shared data once an epoch, whatever becomes of them: `benchmarks/at_most_once.py`."""
+"""Peers are dealt each window of shared data once an epoch, whatever becomes of them."""
 
 from __future__ import annotations
 
+import at_most_once
 import pytest
-
-from benchmarks import at_most_once
-from benchmarks.at_most_once import history, settings, steady
+from at_most_once import history, settings, steady
 
 KINDS = [{"mode": "tokens"}, {"mode": "steps", "steps": 6}]
 

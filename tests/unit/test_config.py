@@ -33,9 +33,10 @@ from spes_p2p.model.build import hf_config
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.sim.sweep import load_sweep
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
-SWEEPS = [path for path in CONFIGS if "variants" in yaml.safe_load(path.read_text())]
-SHIPPED = [path for path in CONFIGS if path not in SWEEPS]
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SHIPPED = [path for path in CONFIGS if "variants" not in yaml.safe_load(path.read_text())]
+SWEEPS = [path for path in CONFIGS if path not in SHIPPED] + sorted((ROOT / "benchmarks" / "studies").glob("*.yaml"))
 
 
 def sections(cls: type[BaseModel]) -> list[type[BaseModel]]:

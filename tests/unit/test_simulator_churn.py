@@ -1,4 +1,4 @@
-"""Constant churn: which peers are replaced and when, what the simulator does, and what the benchmark counts."""
+"""Constant churn: which peers are replaced and when, and what the simulator does."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import pytest
 from peer_processes import TINY, write_corpus
 from pydantic import ValidationError
 
-from benchmarks.churn import churn_rows, loss_at
 from spes_p2p.config import RunConfig
 from spes_p2p.sim.scenario import Churn, Event, Scenario
 from spes_p2p.sim.simulator import simulate
-from spes_p2p.sim.sweep import PeerAccount, Point, RunResult, load_sweep, run_result, save_result
-
-SWEEP = Path("configs/churn.yaml")
+from spes_p2p.sim.sweep import run_result
 
 
 def present_by_round(events: list[Event], present: int, total: int) -> list[int]:
@@ -85,54 +82,3 @@ def test_a_swarm_goes_on_while_its_peers_are_replaced(tmp_path: Path) -> None:
 def test_churn_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         small(tmp_path, **changes)
-
-
-# ---------------------------------------------------------------------- what the benchmark says
-
-
-def points(*of: tuple[int, float]) -> list[Point]:
-    return [
-        Point(round=number, tokens_per_peer=0, committed_tokens=tokens, bytes_out_per_peer=0.0, loss=loss)
-        for number, (tokens, loss) in enumerate(of, 1)
-    ]
-
-
-def test_the_loss_at_some_tokens_lies_between_the_evaluations_before_and_after() -> None:
-    curve = points((100, 6.0), (200, 5.0), (400, 4.0))
-    assert [loss_at(curve, tokens) for tokens in (100, 150, 200, 300, 400)] == [6.0, 5.5, 5.0, 4.5, 4.0]
-
-
-def test_rounds_that_were_begun_and_not_committed_count_and_losses_are_compared_at_equal_tokens(tmp_path: Path) -> None:
-    sweep = load_sweep(SWEEP)
-    for seed in (0, 1):
-        for variant, curve in {
-            "undisturbed": points((500, 6.0), (1000, 5.0)),
-            "churn": points((400, 6.5), (900, 5.2), (1100, 4.9)),  # 5.05 at 1000
-        }.items():
-            peer = PeerAccount(
-                tokens=0,
-                begun_rounds=10,
-                committed_rounds=9 + seed,
-                bytes_in=0,
-                bytes_out=0,
-                expert_bytes=0,
-                memory_bytes=0,
-            )
-            scenario = sweep.variants[variant].scenarios[seed]
-            result = RunResult(
-                variant=variant,
-                seed=seed,
-                scenario=scenario.model_dump(mode="json"),
-                evaluations=curve,
-                peers=[peer] * scenario.peers,
-                virtual_seconds=3000.0,
-                wall_seconds=1.0,
-                software="",
-                finished_at="",
-            )
-            save_result(tmp_path, result)
-    replaced, committed, loss = churn_rows(SWEEP, tmp_path)
-    assert replaced.measured == "30.0 %" and replaced.is_reached  # 12 of 8 peers in 50 minutes
-    assert committed.measured.startswith("95.0 % (380 of 400") and committed.is_reached
-    assert loss.measured == "+1.00 % ± 0.00" and "2 seeds" in loss.figure
-    assert not list(churn_rows(SWEEP, tmp_path / "nowhere"))

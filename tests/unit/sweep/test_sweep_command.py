@@ -184,9 +184,13 @@ def program(*words: object) -> subprocess.Popen[str]:
         (["simulate", "--help"], 0, "usage: spes simulate STUDY"),
         (["simulate", "absent.yaml"], 2, "error: cannot read sweep absent.yaml"),
         (["simulate"], 2, "study is missing; set STUDY"),
-        (["simulate", "configs/convergence.yaml", "--only", "sol"], 2, "error: --only sol: no such variant"),
-        (["simulate", "configs/convergence.yaml", "--worker", "1"], 2, "--worker"),
-        (["simulate", "configs/convergence.yaml", "--workers", "0"], 2, "workers='0': input should be greater than"),
+        (["simulate", "configs/scenarios.yaml", "--only", "sol"], 2, "error: --only sol: no such variant"),
+        (["simulate", "configs/scenarios.yaml", "--worker", "1"], 2, "--worker"),
+        (
+            ["simulate", "configs/scenarios.yaml", "--workers", "0"],
+            2,
+            "workers='0': input should be greater than",
+        ),
     ],
 )
 def test_the_program_answers_in_a_line(words, code, said, monkeypatch, capsys):

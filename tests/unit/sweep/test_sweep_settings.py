@@ -15,7 +15,7 @@ from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.sim.sweep import SCENARIO_EXAMPLE, deep_merge, load_sweep
+from spes_p2p.sim.sweep import EXAMPLE, deep_merge, load_sweep
 from tests.unit.sweep.sweeps import PAIR, SOLO, made_up_sweep, write_sweep
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -75,7 +75,7 @@ def test_remedies_name_settings_of_a_sweep_and_no_flags_that_it_has_not(message,
 @pytest.mark.parametrize(
     ("content", "value", "remedy"),
     [
-        ({"variant": {}}, "variants is missing", "convergence.yaml"),
+        ({"variant": {}}, "variants is missing", "scenarios.yaml"),
         ({"variants": {}}, "variants={}", "at least 1"),
         ({"variants": {"x": {}}, "seed": 3}, "unknown setting seed", "remove it"),
         ({"variants": {"a/b": {}}}, "a/b", "match pattern"),
@@ -122,15 +122,13 @@ def test_what_a_sweep_cannot_be_is_one_line_with_value_and_remedy(tmp_path: Path
 
 
 def test_the_example_of_scenarios_shows_all_that_can_befall_a_peer():
-    sweep = load_sweep(REPOSITORY / SCENARIO_EXAMPLE)
+    sweep = load_sweep(REPOSITORY / EXAMPLE)
     scenarios = [variant.scenarios[0] for variant in sweep.variants.values()]
     events = {event.kind for scenario in scenarios for event in scenario.events}
     assert events == {"join", "leave", "kill"}
     assert any(scenario.attacks for scenario in scenarios)
     assert any(isinstance(scenario.speeds, list) and len(set(scenario.speeds)) > 1 for scenario in scenarios)
-    assert all(
-        name in (REPOSITORY / SCENARIO_EXAMPLE).read_text() for name in get_args(Attack.model_fields["kind"].annotation)
-    )
+    assert all(name in (REPOSITORY / EXAMPLE).read_text() for name in get_args(Attack.model_fields["kind"].annotation))
 
 
 def test_a_key_that_is_set_twice_is_refused_with_its_lines(tmp_path: Path):

@@ -1,1 +1,0 @@
-"""Random bytes and structures for every decoder that meets a stranger's bytes."""
