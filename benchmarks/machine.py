@@ -22,16 +22,8 @@ PACKAGES = ("torch", "transformers", "hivemind", "numpy")
 class Circumstances:
     """What a reader must know to judge a number.
 
-    Attributes:
-        cpu: Model of the processor.
-        cores: Cores that this process may use.
-        memory_gib: The machine's memory.
-        python: Its version.
-        packages: Versions of the packages that the numbers depend on.
-        date: Day of the measurement, UTC.
-        commit: Commit measured, and whether files differed from it.
-        load_before: Load average over a minute before anything was started; about 0 on a quiet machine.
-        command: The experiment's command; None if a finished one was measured.
+    The cores are those that this process may use, the load is the average of the minute before the start (about 0 on a
+    quiet machine), and the commit tells whether files differed from it.
     """
 
     cpu: str

@@ -8,6 +8,8 @@ flips a bit in each block that it sends; the slow one sends 8 Mbit/s.
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,12 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.cluster import support
+from benchmarks.records import say_rows
 from benchmarks.tables import Row
-from spes_p2p.cli import entry_point
 from spes_p2p.codecs.vectors import BLOCK_BYTES, HASH_BYTES
-from spes_p2p.config import CommandConfig, LogLevel, PositiveInt, RoundConfig
+from spes_p2p.config import RoundConfig
 from spes_p2p.errors import ExchangeError
-from spes_p2p.presentation import say
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.exchange.blocks import LIST
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -35,22 +36,14 @@ MAX_HONEST, MAX_HOSTILE = 1.02, 1.1
 PULL_SECONDS = 1800.0
 
 
-class NewcomerConfig(CommandConfig):
-    """Bytes that a newcomer downloads."""
-
-    num_parameters: PositiveInt = 270_000_000
-    """The model's, in fp32."""
-    num_slots: PositiveInt = 8
-    """Expert slots, which share the parameters evenly with what all peers train."""
-    log_level: LogLevel = "warning"
-
-
-def main(config: NewcomerConfig) -> int:
+def main() -> int:
     """Measure and print; return 1 if a goal was missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-parameters", type=int, default=270_000_000, help="the model's, in fp32")
+    parser.add_argument("--num-slots", type=int, default=8, help="slots of as many parameters as what all peers train")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
-        rows = list(measured(Path(folder), config.num_parameters, config.num_slots))
-    for row in rows:
-        say("  ".join(row.cells))
+        rows = say_rows(measured(Path(folder), given.num_parameters, given.num_slots))
     return 0 if all(row.is_reached for row in rows) else 1
 
 
@@ -117,4 +110,4 @@ def download(newcomer: HivemindSwarm, sources: list[HivemindSwarm], needed: int)
 
 
 if __name__ == "__main__":
-    entry_point(NewcomerConfig, main)
+    sys.exit(main())

@@ -24,7 +24,6 @@ from typing import Literal
 import yaml
 
 from benchmarks.cluster import ROOT
-from benchmarks.decisions import measure as decision_bytes
 from benchmarks.large_peers import FETCHED, TOGETHER, Peer, committed, gigabytes, said, start, wait_for, watch
 from benchmarks.records import measure_parts
 from benchmarks.tables import Row
@@ -37,9 +36,6 @@ from spes_p2p.errors import SpesError
 from spes_p2p.planner.memory import Setup, peer_memory, with_programs
 from spes_p2p.planner.size import run_size
 from spes_p2p.sim.simulator import Scenario, simulate
-from spes_p2p.swarm.certificate import MemberEntry, genesis
-from spes_p2p.swarm.p2p.identity import hashed_peer_id
-from spes_p2p.swarm.roster import Member, stated_links
 
 SHAPE, HOME_1B, HOME = (ROOT / "configs" / f"{name}.yaml" for name in ("spes_1b", "home_1b", "home_7b"))
 VOCABULARY, SEQUENCE = 8192, 128
@@ -56,7 +52,7 @@ HOME_MACHINE = ("--max-slots", "4", "--micro-batch-size", "4", *SMALL_MACHINE)
 HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", "--yes", *SMALL_MACHINE)
 SMALLER_MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "nf4", *SMALL_MACHINE)
 MEASURED_ROUNDS = 3
-MANY, MANY_ROUNDS, MAX_MESSAGE_KIB = 256, 2, 256.0
+MANY, MANY_ROUNDS = 256, 2
 Part = Literal["home", "half", "processor", "many"]
 
 
@@ -204,7 +200,7 @@ def _processor_seconds(work: Path, steps: int) -> float:
 
 
 def many_rows(_: Path) -> Iterator[Row]:
-    """Yield a simulated run of many peers, and the largest messages that such a swarm's rounds send."""
+    """Yield how many peers of one simulated run commit the same round."""
     model = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=16, num_experts=64)
     run = RunConfig.model_validate(
         {
@@ -220,36 +216,6 @@ def many_rows(_: Path) -> Iterator[Row]:
     agreeing = Counter(report.shared_digest for report in last).most_common(1)[0][1]
     what = f"peers in one simulated run that commit the same round {MANY_ROUNDS}"
     yield Row(what, f"{agreeing} of {MANY}", f"{MANY}", agreeing == MANY)
-    kib = [1000 * decision_bytes(MANY)["largest_kb"] / 1024, _roster_bytes(MANY) / 1024]
-    told = "{:.0f} KiB of a decision, {:.0f} KiB of a roster".format(*kib)
-    what = f"- largest messages of a round of {MANY} peers, 64 voters, all behind routers"
-    yield Row(what, told, f"{MAX_MESSAGE_KIB:.0f} KiB", max(kib) <= MAX_MESSAGE_KIB)
-
-
-def _roster_bytes(num_peers: int) -> int:
-    """Return the bytes of a roster of peers that train eight slots and are connected to all others by introductions."""
-    peers = sorted(hashed_peer_id(str(index).encode()) for index in range(num_peers))
-    slots = {peer: tuple(range(8 * index % 64, 8 * index % 64 + 8)) for index, peer in enumerate(peers)}
-    members = tuple(MemberEntry(peer_id=peer, tokens=10**6, slots=slots[peer]) for peer in peers)
-    start = genesis("many", peers[0], "0" * 64, 64)
-    last = start.model_copy(update={"members": members})
-    entries = (
-        Member(
-            peer_id=peer,
-            round=100,
-            previous=last.digest,
-            tokens=10**6,
-            slots=slots[peer],
-            tokens_per_second=1234.56789,
-            ready_at=1_800_000_000.123456,
-            sync_seconds=123.456789,
-            uplink_mbit=12.5,
-            calls_only=True,
-            links=stated_links(peer, [other for other in peers if other != peer], last),
-        )
-        for peer in peers
-    )
-    return sum(len(entry.model_dump_json()) + len(entry.peer_id) for entry in entries)
 
 
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import json
 import multiprocessing
@@ -33,6 +34,9 @@ from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 SOURCE = Path(__file__).resolve().parent / "wan" / "wanemu.c"
 NAMESPACES = Path("/var/run/netns")
 TUN = Path("/dev/net/tun")
+ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+CONGESTION = "cubic"
+"""TCP's congestion control in the namespaces: what most machines have."""
 TOOLS = ("gcc", "ip")
 PREFIX = "spes"
 DEVICE = "wan0"
@@ -96,11 +100,12 @@ class TestBed:
             folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="testbed-")))
             _run("gcc", "-O2", "-o", str(folder / "wanemu"), str(SOURCE))
             self._emulator = closing.enter_context(self._emulate(folder / "wanemu"))
-            for peer in range(self.peers):
-                self._set_up(peer)
-            for peer, kind in self._routers.items():
-                closing.enter_context(_namespace(self.namespace(peer)))
-                self._set_up_home(peer, kind)
+            with _allowed():
+                for peer in range(self.peers):
+                    self._set_up(peer)
+                for peer, kind in self._routers.items():
+                    closing.enter_context(_namespace(self.namespace(peer)))
+                    self._set_up_home(peer, kind)
             self._closing = closing.pop_all()
         return self
 
@@ -234,7 +239,7 @@ def enter_namespace(name: str) -> None:
 def _configure(name: str) -> None:
     enter_namespace(name)
     for setting, value in (
-        ("ipv4/tcp_congestion_control", "cubic"),
+        ("ipv4/tcp_congestion_control", CONGESTION),
         ("ipv4/tcp_no_metrics_save", "1"),  # one round must not teach TCP how the next one starts
         ("ipv4/ip_forward", "1"),  # where it is a router
         ("ipv6/conf/all/disable_ipv6", "1"),
@@ -261,6 +266,20 @@ def _namespace(name: str) -> Iterator[None]:
         yield
     finally:
         _run("ip", "netns", "del", name)
+
+
+@contextlib.contextmanager
+def _allowed() -> Iterator[None]:
+    """Let namespaces choose the congestion control; only choosing takes permission, so it is withdrawn at once."""
+    with ALLOWED.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = file.read().strip()
+        try:
+            if CONGESTION not in before.split():
+                ALLOWED.write_text(f"{before} {CONGESTION}")
+            yield
+        finally:
+            ALLOWED.write_text(before)
 
 
 def _run(*command: str) -> str:

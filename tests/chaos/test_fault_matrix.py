@@ -1,7 +1,4 @@
-"""A member that is killed, frozen or cut off in any phase of a round costs the others time, and no mean anything.
-
-The long form, with repeats and a table, is `benchmarks/faults.py`.
-"""
+"""A member that is killed, frozen or cut off in any phase of a round costs the others time, and no mean anything."""
 
 import random
 
