@@ -31,6 +31,8 @@ from spes_p2p.sim.sweep import Gap, RunResult, Sweep, load_sweep, stored_runs
 
 STUDIES, KEPT, PICTURES = ROOT / "benchmarks" / "studies", RESULTS / "studies", ROOT / "docs" / "convergence"
 PICTURED = ("solo", "solo_in_memory", "ours", "centralised")
+HOME = ("solo_1024", "batch_int4", "centralised_4096")
+"""Rounds and deltas of the size that a home link carries."""
 HOLDERS = {"all": "all slots everywhere", "two": "two holders", "one": "one holder"}
 INK = "#808080"
 # Okabe and Ito's palette, which colour-blind readers can tell apart, without black, which is invisible on dark pages.
@@ -142,6 +144,7 @@ def pictures() -> dict[str, bytes]:
     every = [name for name in sweep.variants if any(variant == name for variant, _ in runs)]
     return {
         "map": map_picture(*load("map")),
+        "home": loss_by_steps(*load("long_rounds"), HOME),
         "joining": loss_by_steps(sweep, runs, PICTURED),
         "loss_by_steps": loss_by_steps(sweep, runs, every),
         "loss_by_bytes": loss_by_bytes(sweep, runs, every),
