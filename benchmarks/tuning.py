@@ -142,8 +142,18 @@ def _run_over(source: Path, sequence_length: int, **adapter: Any) -> RunConfig:
 
 def _write_moe(folder: Path) -> Path:
     """Write a Qwen3-MoE with random weights."""
-    shape = {"vocab_size": 1024, "hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 1024}
+    shape: dict[str, Any] = {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": 4,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+    }
     config = Qwen3MoeConfig(**shape, **heads, num_experts=16, num_experts_per_tok=2, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
