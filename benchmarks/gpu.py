@@ -27,7 +27,7 @@ from benchmarks.records import measure_parts
 from benchmarks.stock import default_stock_model, stock_step
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, MachineConfig, ModelConfig, RunConfig
+from spes_p2p.config import CommandConfig, LogLevel, MachineConfig, ModelConfig, RunConfig
 from spes_p2p.model.bank import ExpertBank
 from spes_p2p.model.build import FAMILIES, build_slot_model, hf_config
 from spes_p2p.model.frozen import unavailable
@@ -55,6 +55,7 @@ class GpuConfig(CommandConfig):
     """Where to measure; on a CPU the shapes are small."""
     write: bool = False
     """Keep the rows in benchmarks/results, under the device's name."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: GpuConfig) -> int:

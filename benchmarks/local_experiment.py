@@ -34,7 +34,7 @@ from spes_p2p.cli import entry_point, load_settings
 from spes_p2p.commands.evaluate import load_checkpoint
 from spes_p2p.commands.local import RUN_FILE, ExperimentConfig
 from spes_p2p.commands.monitor import EVALUATION_BATCH, MODEL_DIRECTORY, MonitorConfig
-from spes_p2p.config import CommandConfig, RunConfig
+from spes_p2p.config import CommandConfig, LogLevel, RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError
@@ -64,6 +64,7 @@ class BenchmarkConfig(CommandConfig):
     """Only print the time not training and the share of stock training's throughput."""
     write: bool = False
     """Keep the figures in benchmarks/results/local_experiment.json and .md."""
+    log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_sources
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.model.build import build_slot_model
@@ -40,6 +40,7 @@ class SpeedConfig(CommandConfig):
     """Measurements of each."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenizers and tokenised text are kept."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: SpeedConfig) -> int:
