@@ -29,7 +29,7 @@ from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, LogLevel, MachineConfig, ModelConfig, RunConfig
 from spes_p2p.model.bank import ExpertBank
-from spes_p2p.model.build import FAMILIES, build_slot_model, hf_config
+from spes_p2p.model.build import build_slot_model, hf_config, model_class
 from spes_p2p.model.frozen import unavailable
 from spes_p2p.model.kernels import KERNELS
 from spes_p2p.planner.memory import Setup, peer_memory
@@ -216,7 +216,7 @@ def _stock_rows(device: Device) -> Iterator[Row]:
     config = hf_config(run.model, vocab_size, length)
     config.output_router_logits = True
     with torch.device(device):
-        module = FAMILIES[run.model.family][1](config).train()
+        module = model_class(run.model.family)(config).train()
     module.activation_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     tokens = RandomTokens(vocab_size, length, device)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,9 +85,8 @@ def _rss(field: str = "VmRSS") -> int:
 
 def _own_step(source: Path, recomputes: bool, tokens: torch.Tensor) -> Callable[[], Any]:
     run = _run_over(source, TOKENS, targets=["experts"])
-    with ExitStack() as stack:
-        base = StartWeights(source, outline(run.model, 256, TOKENS), stack)
-        model = build_adapted(run, base, vocab_size=256, storage="fp32")
+    base = StartWeights(source, outline(run.model, 256, TOKENS))
+    model = build_adapted(run, base, vocab_size=256, storage="fp32")
     model.load_shared(InitialFactors(model, 0).read(None))
     machine = MachineConfig(activation_checkpointing=recomputes)
     trainer = Trainer(model, run.train, _Same(tokens), Ranks("cpu"), machine)

@@ -60,7 +60,7 @@ PYTHON
 }
 
 # mypy takes the time that the tests leave: real peers mostly wait.
-nice -n 19 "$python" -m mypy spes_p2p benchmarks monitor peers scripts >"$mypy_output" 2>&1 &
+nice -n 19 "$python" -m mypy spes_p2p benchmarks monitor peers >"$mypy_output" 2>&1 &
 mypy_pid=$!
 stage "ruff check" "$python" -m ruff check .
 stage "ruff format" "$python" -m ruff format --check .
