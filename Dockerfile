@@ -11,7 +11,7 @@ RUN set -eu; python -m venv /venv; lock=/requirements.lock; \
         awk '/^[^ ]/ { keep = !/^(nvidia-|cuda-|triton==|torch==)/ } keep' /requirements.lock > "$lock"; \
         /venv/bin/pip install --no-cache-dir --no-deps --index-url "$TORCH_INDEX" "$torch"; \
     fi; \
-    /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r "$lock"  # guard: package-hashes
+    /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r "$lock"  # guard: --require-hashes ->
 
 FROM ${BASE}
 RUN groupadd --gid 10001 spes && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home spes \

@@ -77,7 +77,7 @@ stage "real-peer tests" tests tests --ignore=tests/unit --ignore=tests/chaos -n 
 if [ "$lane" = commit ]; then stage "mypy" finish_mypy; fi
 if [ "$lane" = full ]; then
     stage "kills and newcomers" "$python" benchmarks/elastic.py --only kills newcomer
-    stage "guard removal" "$python" benchmarks/guards.py
+    stage "guard removal" "$python" tests/support/guards.py
 fi
 
 if [ -n "$lane_log" ]; then record; fi

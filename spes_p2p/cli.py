@@ -381,7 +381,7 @@ class PrintableRecord(logging.LogRecord):
     """A log record whose message is one printable line, whatever a peer has put into it, in every handler."""
 
     def getMessage(self) -> str:
-        return printable(super().getMessage())  # guard: log-line
+        return printable(super().getMessage())  # guard: first
 
 
 class TracebackFormatter(logging.Formatter):
@@ -389,7 +389,7 @@ class TracebackFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei)[:MAX_TRACEBACK_CHARS].split("\n")
-        return "\n".join(f"  | {printable(line)}" for line in lines)  # guard: traceback-line
+        return "\n".join(f"  | {printable(line)}" for line in lines)  # guard: printable(line) -> line
 
 
 def set_up_logging(level: str) -> None:
@@ -447,7 +447,8 @@ def entry_point(
         set_up_logging(getattr(config, "log_level", "info"))  # after the imports: hivemind's sets up its own
         sys.exit(run(config))
     except SpesError as error:
-        print(f"error: {printable(in_flags(str(error), all_flags(settings)))}", file=sys.stderr)  # guard: error-line
+        # guard: printable(in_flags(str(error), all_flags(settings))) -> in_flags(str(error), all_flags(settings))
+        print(f"error: {printable(in_flags(str(error), all_flags(settings)))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

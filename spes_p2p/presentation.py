@@ -31,8 +31,8 @@ def printable(text: object, max_chars: int = MAX_LINE_CHARS) -> str:
         max_chars: Characters kept; the number of the others is told.
     """
     whole = str(text)
-    kept = whole[:max_chars]  # guard: text-cut
-    if not kept.isprintable():  # guard: text-escaped
+    kept = whole[:max_chars]  # guard: [:max_chars] ->
+    if not kept.isprintable():  # guard: never
         kept = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
     return f"{kept}... ({len(whole) - max_chars:,} more characters)" if len(whole) > max_chars else kept
 

@@ -166,7 +166,8 @@ def are_good(values_N: Tensor, non_negative: bool = False) -> bool:
         return True
     # One pass; NaN is both the least and the most, and compares false with everything.
     least, most = (float(extreme) for extreme in torch.aminmax(values_N))
-    return most < torch.inf and (least >= 0 if non_negative else least > -torch.inf)  # guard: finite-values
+    # guard: most < torch.inf and -> True or
+    return most < torch.inf and (least >= 0 if non_negative else least > -torch.inf)
 
 
 class BlockCodec(Codec):

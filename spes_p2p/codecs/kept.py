@@ -267,6 +267,6 @@ class KeptForm:
             raise ExchangeError(f"payload of {len(data)} bytes, expected {self.num_bytes}; fetch it from another peer")
         form = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
         *_, numbers = self.views(form, 0, self.numel)
-        if not are_good(numbers, non_negative=len(self._kind.dtypes) > 1):  # guard: kept-form-values
+        if not are_good(numbers, non_negative=len(self._kind.dtypes) > 1):  # guard: never
             raise ExchangeError(f"payload holds {self.storage} values that are not finite; fetch it from another peer")
         return form

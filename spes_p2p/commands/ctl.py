@@ -145,7 +145,8 @@ def _ask(place: tuple[str, int], verb: str, values: Mapping[str, Any], output: P
     body = json.dumps(values) if values else None
     headers = {TOKEN_HEADER: _token(output)}
     # From an address to itself: only on this machine, of which no other may have the token.
-    wire = http.client.HTTPConnection(*place, ANSWER_SECONDS, source_address=(place[0], 0))  # guard: ctl-near
+    # guard: , source_address=(place[0], 0) ->
+    wire = http.client.HTTPConnection(*place, ANSWER_SECONDS, source_address=(place[0], 0))
     try:
         wire.request("POST", f"/control/{verb}", body, headers)
         answer = wire.getresponse()

@@ -48,7 +48,7 @@ def check_changes(old: RunConfig, new: RunConfig) -> None:
         raise ConfigError("these are the run's settings already; name what is to change, such as --run.round.total")
     remedy = "found a new run from this one's model (spes export, then --from)"
     for name, (before, after) in found.items():
-        if name not in CHANGEABLE:  # guard: changeable-settings
+        if name not in CHANGEABLE:  # guard: never
             raise ConfigError(
                 f"{name} cannot change from {before!r} to {after!r} while the run is under way, only "
                 f"{', '.join(CHANGEABLE)} can; {remedy}"
@@ -75,7 +75,7 @@ def check_kept_settings(
     values, known = settings_by_name(given), [settings_by_name(run) for run in kept]
     for name in sorted(settings_by_name(given, is_set=True).keys() - {*OWN, *spared}):
         value, had = values[name], [each.get(name) for each in known]
-        if value not in had:  # guard: resumed-settings
+        if value not in had:  # guard: never
             flag = f"--run.{name.replace('_', '-')}"
             command = shlex.join(["spes", "amend", str(output), flag, str(value)])
             remedy = f", or change the run's settings with: {command}" if name in CHANGEABLE else ""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
-PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: positive-bounds
+PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: first
 """Bounded, so that neither a product of some nor a reciprocal is beyond a float or a timer."""
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -25,7 +25,7 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
-        extra="forbid",  # guard: run-settings
+        extra="forbid",  # guard: "forbid" -> "ignore"
         use_attribute_docstrings=True,
         defer_build=True,
     )
@@ -59,7 +59,7 @@ class RopeConfig(Frozen):
             "yarn": (*scaled, trained),
             "llama3": (*scaled, trained, "low_freq_factor", "high_freq_factor"),
         }.get(self.rope_type, scaled)
-        if missing := [name for name in needed if getattr(self, name) is None]:  # guard: rope-fields
+        if missing := [name for name in needed if getattr(self, name) is None]:  # guard: never
             raise ValueError(f"rope_type={self.rope_type} needs {', '.join(missing)}; add it to config.json")
         return self
 
@@ -68,13 +68,14 @@ MAX_START_SLOTS = 128
 """Most slots of a run that starts from a checkpoint: its manifest holds a digest of each, in at most 64 KiB."""
 
 
-HUB_CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40}$"  # guard: hub-start
+# guard: [0-9a-f]{40}$ -> .*
+HUB_CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40}$"
 
 
 TokenText = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 Side = Literal["left", "right"]
-TokenRole = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,47}_token$")]  # guard: token-role
-TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # guard: template-name
+TokenRole = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,47}_token$")]  # guard: first
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # guard: first
 """It becomes a file's name where a model is exported."""
 
 
@@ -145,7 +146,7 @@ class StartConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> StartConfig:
-        if (self.pad_token_id or 0) >= self.vocab_size:  # guard: start-tokens
+        if (self.pad_token_id or 0) >= self.vocab_size:  # guard: never
             raise ValueError(f"pad_token_id={self.pad_token_id} has no row in an embedding of {self.vocab_size}")
         return self
 
@@ -192,7 +193,7 @@ class AdapterConfig(Frozen):
     def _check_targets(self) -> AdapterConfig:
         if len(set(self.targets)) != len(self.targets):
             raise ValueError(f"adapter.targets={self.targets} names one twice; name each once")
-        if self.experts == "slots" and not {"experts", "attention"} <= set(self.targets):  # guard: adapter-shared
+        if self.experts == "slots" and not {"experts", "attention"} <= set(self.targets):  # guard: never
             raise ValueError(
                 f"adapter.experts=slots needs experts and attention among adapter.targets={self.targets}; add them, or "
                 f"set adapter.experts=shared"

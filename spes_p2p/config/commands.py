@@ -43,7 +43,7 @@ def _destination(text: str) -> str:
     Raises:
         ValueError: it has not.
     """
-    if re.match(r"[A-Za-z][\w+.-]*:", text) and not _DESTINATION.fullmatch(text):  # guard: upload-place
+    if re.match(r"[A-Za-z][\w+.-]*:", text) and not _DESTINATION.fullmatch(text):  # guard: never
         scheme = text.partition(":")[0][:20]
         raise ValueError(
             f"no place that begins with {scheme}: is known in that form; name s3://BUCKET/PREFIX, hf://OWNER/NAME or a "

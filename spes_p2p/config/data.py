@@ -22,7 +22,7 @@ _COLUMN = re.compile(r"\w[\w .:/+-]*")
 
 
 def _hub_name(value: str) -> str:
-    if not _HUB_NAME.fullmatch(value) or ".." in value or "--" in value:  # guard: hub-name
+    if not _HUB_NAME.fullmatch(value) or ".." in value or "--" in value:  # guard: never
         raise ValueError(
             f"data.name={value[:80]!r} is no data set of the hub; set it to owner/name or owner/name:config, or train "
             f"on files with data.source=files and --text PATH"
@@ -31,29 +31,30 @@ def _hub_name(value: str) -> str:
 
 
 def _split(value: str) -> str:
-    if not _SPLIT.fullmatch(value):  # guard: hub-split
+    if not _SPLIT.fullmatch(value):  # guard: never
         raise ValueError(f"data.split={value!r} is no split's name; set it to a word such as train")
     return value
 
 
 def _column(value: str) -> str:
-    if not _COLUMN.fullmatch(value):  # guard: text-field
+    if not _COLUMN.fullmatch(value):  # guard: never
         raise ValueError(f"data.text_field={value!r} is no column's name; begin with a letter and use no control codes")
     return value
 
 
 def _tokenizer_name(value: str) -> str:
-    if not value.isprintable():  # guard: tokenizer-name
+    if not value.isprintable():  # guard: never
         raise ValueError(f"data.tokenizer={value!r} has characters that cannot be printed; rename the folder")
     return value
 
 
-SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]  # guard: source-name
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]  # guard: first
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Url = Annotated[str, Field(max_length=1024, pattern=r"^https://[A-Za-z0-9.:\[\]-]+(/[!-?A-~]*)?$")]  # guard: shard-url
+# guard: ^https://[A-Za-z0-9.:\[\]-]+(/[!-?A-~]*)?$ ->
+Url = Annotated[str, Field(max_length=1024, pattern=r"^https://[A-Za-z0-9.:\[\]-]+(/[!-?A-~]*)?$")]
 """Where shards can be fetched: `@` is left out, so that no user names hide the host."""
 MAX_URLS = 8
-Weight = Annotated[int, Field(ge=0, le=1000)]  # guard: weight-bounds
+Weight = Annotated[int, Field(ge=0, le=1000)]  # guard: first
 MAX_SOURCES = 16
 
 
@@ -140,10 +141,10 @@ class DataConfig(Frozen):
     text_field: Annotated[str, Field(max_length=128), AfterValidator(_column)] = "text"
     """Column that holds the text in jsonl, parquet and hub datasets. Of conversations (--data) `messages`, or `prompt`
     and `completion`, come first, unless another column is set here."""
-    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None  # guard: template-size
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None  # guard: first
     """Jinja template that makes text of conversations, or a file with one, for the founder; by default that of the
     tokenizer, and a plain one if it has none. The manifest carries it."""
-    probe: Annotated[str, Field(max_length=MAX_PROBE_CHARACTERS)] | None = None  # guard: public-probe
+    probe: Annotated[str, Field(max_length=MAX_PROBE_CHARACTERS)] | None = None  # guard: first
     """File of a few public conversations, for the founder, which the manifest carries: all peers' loss gates measure
     them, and monitors without conversations of their own. By default each peer measures its own."""
     skip_unusable: bool = False

@@ -18,7 +18,7 @@ from spes_p2p.config.checkpoint import Frozen
 from spes_p2p.config.machine import RunId
 from spes_p2p.errors import ConfigError
 
-PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]  # guard: peer-id-form
+PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]  # guard: first
 Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
 """The characters of a multiaddr; code that uses an address checks its form and its peer id."""
 InviteText = Annotated[str, Field(max_length=768, pattern=r"^[A-Za-z0-9+/=.]*$")]
@@ -78,7 +78,7 @@ class JoinLink(Frozen):
 def _unpack(letters: str) -> str:
     packed = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4))
     unpacking = zlib.decompressobj()
-    text = unpacking.decompress(packed, MAX_TEXT_BYTES)  # guard: link-bytes
+    text = unpacking.decompress(packed, MAX_TEXT_BYTES)  # guard: , MAX_TEXT_BYTES ->
     if not unpacking.eof or unpacking.unused_data:
         raise ValueError("not whole")
     return text.decode("ascii")

@@ -34,7 +34,7 @@ def _within_processors(threads: int) -> int:
 Threads = Annotated[int, Field(ge=1), AfterValidator(_within_processors)]
 Mbit = Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)]
 """A link's rate, in 10^6 bits per second."""
-RunId = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # guard: run-id-text
+RunId = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # guard: first
 
 
 PagePlace = Annotated[str, Field(max_length=200, pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]*)(:\d{1,5})?$")]
@@ -78,7 +78,7 @@ class CommandConfig(Frozen):
     """Base of the commands' settings: flags over `SPES_` variables over the file of `--config` over defaults."""
 
     model_config = ConfigDict(
-        extra="forbid",  # guard: command-settings
+        extra="forbid",  # guard: "forbid" -> "ignore"
         validate_default=True,
     )
     short_names: ClassVar[Mapping[str, str]] = {}
@@ -240,7 +240,7 @@ class OwnData(Frozen):
             words = " ".join(f"{name}=PATH" for name in lacking)
             raise ConfigError(f"this run mixes {len(data.mixture)} sources; name the shards of each: --data {words}")
         data = data.model_copy(update={"skip_unusable": self.skip_unusable or data.skip_unusable})
-        return data.model_copy(update={"paths": self.shards})  # guard: founder-paths
+        return data.model_copy(update={"paths": self.shards})  # guard: "paths": self.shards ->
 
 
 class NamedRun(Frozen):
@@ -408,7 +408,7 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
             f"inner_optimizer={name} does not make the steps of the run's train.optimizer={run.train.optimizer}; "
             f"leave it out (only adamw and adamw8bit stand in for each other)"
         )
-    if run.kept_form is not None and machine.storage not in (None, run.kept_form):  # guard: kept-storage
+    if run.kept_form is not None and machine.storage not in (None, run.kept_form):  # guard: never
         raise ConfigError(
             f"storage={machine.storage} is not the form in which this run's slots travel, frozen_storage="
             f"{run.kept_form}; leave it out, or found the run with --run.frozen-storage {machine.storage}"

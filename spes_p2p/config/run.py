@@ -32,7 +32,8 @@ LEAST_SECONDS = 5.0
 """Least training time of a growing round of mode `tokens`, in seconds, unless `min_seconds` is less."""
 MAX_ROUND_SECONDS, MAX_PHASE_SECONDS = 86_400.0, 3600.0
 TrainingSeconds = Annotated[float, Field(ge=0.001, le=MAX_ROUND_SECONDS, allow_inf_nan=False)]
-PhaseSeconds = Annotated[float, Field(ge=0.001, le=MAX_PHASE_SECONDS, allow_inf_nan=False)]  # guard: phase-bounds
+# guard: le=MAX_PHASE_SECONDS -> le=1e300
+PhaseSeconds = Annotated[float, Field(ge=0.001, le=MAX_PHASE_SECONDS, allow_inf_nan=False)]
 """Longest wait for other peers in one phase of a round; also the longest that the exchange's messages can ask for."""
 MAX_LEASE_SECONDS = 600.0
 """Longest lifetime of a record. Every node refuses a longer one, so a longer lease would silence the run."""
@@ -85,7 +86,8 @@ class ModelConfig(Frozen):
     norm_eps: PositiveFloat | None = None
     """Epsilon of the RMS norms; by default the family's: 1e-5 of `olmoe` and `mixtral`, 1e-6 of the others. SPES uses
     1e-6."""
-    init_cutoff: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None  # guard: init-cutoff
+    # guard: ge=1, le=100 -> ge=1e-300, le=100
+    init_cutoff: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
     """Largest initial weight, in standard deviations of 0.02; larger ones are drawn again. By default none are. SPES
     uses 3."""
     start: Annotated[StartConfig | None, NO_FLAG] = None
@@ -115,7 +117,7 @@ class ModelConfig(Frozen):
         if self.start is not None:
             self._check_start(self.start)
         for name in ("num_experts", "top_k"):
-            if (getattr(self, name) == 0) != self.is_dense:  # guard: dense-shape
+            if (getattr(self, name) == 0) != self.is_dense:  # guard: never
                 raise ValueError(
                     f"model.{name}={getattr(self, name)} does not go with model.family={self.family}; set it to "
                     f"{'0: a dense model has no experts' if self.is_dense else '1 or more'}"
@@ -137,7 +139,7 @@ class ModelConfig(Frozen):
 
     def _check_start(self, start: StartConfig) -> None:
         """Refuse what the family's configuration cannot say, and what contradicts the shape."""
-        if len(start.slots) != self.num_experts:  # guard: start-slots
+        if len(start.slots) != self.num_experts:  # guard: never
             raise ValueError(
                 f"model.start names {len(start.slots)} slots, but model.num_experts={self.num_experts}; found the run "
                 f"with --from, which sets both"
@@ -233,7 +235,7 @@ class RoundConfig(Frozen):
     exchange_seconds: PhaseSeconds = 60.0
     """Deadline of pulling the slots that this peer does not hold."""
     lease_seconds: Annotated[float, Field(ge=0.1, le=MAX_LEASE_SECONDS, allow_inf_nan=False)] = (
-        30.0  # guard: lease-bound
+        30.0  # guard: le=MAX_LEASE_SECONDS -> le=1e6
     )
     """Lifetime of a claim that is not renewed."""
     heartbeat_seconds: Annotated[float, Field(ge=0.05, le=MAX_LEASE_SECONDS / 2, allow_inf_nan=False)] = 10.0
@@ -405,20 +407,20 @@ class RunConfig(Frozen):
                 "set outer.moments to both or local"
             )
         steps = self.round.steps if self.round.mode == "steps" else 1
-        if steps * train.batch_size * self.data.sequence_length > MAX_PEER_TOKENS:  # guard: round-tokens
+        if steps * train.batch_size * self.data.sequence_length > MAX_PEER_TOKENS:  # guard: never
             raise ValueError(
                 f"{steps} steps of train.batch_size={train.batch_size} sequences of data.sequence_length="
                 f"{self.data.sequence_length} are more than the {MAX_PEER_TOKENS:,} tokens that one peer can train in "
                 f"a round; lower one of them"
             )
         start = self.model.start
-        if self.kept_form is not None and start is not None and len(start.kept) != self.num_slots:  # guard: start-forms
+        if self.kept_form is not None and start is not None and len(start.kept) != self.num_slots:  # guard: never
             raise ValueError(
                 f"model.start names {len(start.kept)} kept forms, and the run has {self.num_slots} slots in "
                 f"{self.kept_form}; found the run with --from, which sets both"
             )
         begun = self.adapter.start if self.adapter is not None else None
-        if begun is not None and len(begun.slots) != self.num_slots:  # guard: adapter-slots
+        if begun is not None and len(begun.slots) != self.num_slots:  # guard: never
             raise ValueError(
                 f"adapter.start names {len(begun.slots)} slots, and the run has {self.num_slots}; found it with "
                 f"--adapter FOLDER, which sets both"

@@ -202,7 +202,7 @@ class Chat:
         except Exception as error:
             raise DataError(f"the chat template fails: {_reason(error)}") from error
         most = MAX_ADDED + MAX_GROWTH * sum(len(str(value)) for message in messages for value in message.values())
-        if len(text) > most:  # guard: template-growth
+        if len(text) > most:  # guard: never
             raise DataError(
                 f"the chat template makes {len(text)} characters of it, at most {most}; correct the template"
             )

@@ -77,7 +77,7 @@ class ConfinedTokenizer:
         with self._answering(len(message)) as process:
             self._send(process, message)
             num_ids, _ = child.HEADER.unpack(self._receive(process, child.HEADER.size))
-            if num_ids > self._most_ids(lengths):  # guard: tokenizer-answer
+            if num_ids > self._most_ids(lengths):  # guard: never
                 raise DataError(f"the run's tokenizer makes {num_ids} ids of {lengths.sum()} bytes; leave this run")
             return np.frombuffer(self._receive(process, 4 * num_ids), "<u4")
 
@@ -99,13 +99,13 @@ class ConfinedTokenizer:
             self._send(process, message)
             num_ids, num_bytes = child.HEADER.unpack(self._receive(process, child.HEADER.size))
             most = self._most_ids(MAX_GROWTH * lengths + MAX_ADDED)
-            if num_ids > most or num_bytes > 8 * child.MAX_SAID_CHARACTERS * (1 + len(records)):  # guard: chat-answer
+            if num_ids > most or num_bytes > 8 * child.MAX_SAID_CHARACTERS * (1 + len(records)):  # guard: never
                 raise DataError(f"the run's chat template makes {num_ids} ids of {lengths.sum()} bytes; leave this run")
             ids = np.frombuffer(self._receive(process, 4 * num_ids), "<u4")
             said = json.loads(self._receive(process, num_bytes))
         said = said if isinstance(said, list) else []
         lengths_R = [each for each in said if isinstance(each, int) and each >= 0]
-        if len(said) != len(records) or sum(lengths_R) != len(ids):  # guard: chat-counts
+        if len(said) != len(records) or sum(lengths_R) != len(ids):  # guard: never
             raise DataError("the run's chat template broke its process; leave this run")
         parts = iter(np.split(ids, np.cumsum(lengths_R)[:-1]))
         return [next(parts) if isinstance(each, int) and each >= 0 else str(each) for each in said]
@@ -120,7 +120,7 @@ class ConfinedTokenizer:
         with self._answering(len(given)) as process:
             self._send(process, child.COUNT.pack(child.DECODE) + child.HEADER.pack(len(ids), 0) + given)
             num_bytes, _ = child.HEADER.unpack(self._receive(process, child.HEADER.size))
-            if num_bytes > child.MAX_DECODED_BYTES:  # guard: decoded-answer
+            if num_bytes > child.MAX_DECODED_BYTES:  # guard: never
                 raise DataError(f"the run's tokenizer answers with {num_bytes} bytes of text; leave this run")
             return self._receive(process, num_bytes).decode("utf-8", "replace")
 

@@ -75,7 +75,7 @@ def find_hub_files(data: DataConfig) -> HubFiles:
     repository, _, config = data.name.partition(":")
     with _reading_hub(data):
         info = HfApi().dataset_info(repository, files_metadata=True, timeout=HUB_SECONDS)
-        if info.private:  # guard: private-data
+        if info.private:  # guard: never
             raise DataError(f"data set {repository!r} is private; a run trains on public data, or on files with --text")
         url = f"hf://datasets/{repository}@{info.sha}"
         card = info.card_data
@@ -108,7 +108,7 @@ def _files_of_split(data: DataConfig, url: str, configs: MetadataConfigs, config
 def _inside(pattern: str, data: DataConfig) -> str:
     """Return a pattern of a card if it can match files of the data set alone; it is looked for on disk otherwise."""
     parts = PurePosixPath(pattern).parts
-    if pattern.startswith(("/", "~")) or ".." in parts or ":" in pattern or "\\" in pattern:  # guard: hub-patterns
+    if pattern.startswith(("/", "~")) or ".." in parts or ":" in pattern or "\\" in pattern:  # guard: never
         raise DataError(f"the card of data set {data.name!r} names files elsewhere: {pattern[:80]!r}; choose another")
     return pattern
 
@@ -116,10 +116,10 @@ def _inside(pattern: str, data: DataConfig) -> str:
 def _tables(matches: Sequence[str], data: DataConfig, url: str) -> tuple[list[str], str]:
     """Return the files of the format that most of them have, and its suffix."""
     for file in matches:
-        if not file.startswith(f"{url}/") or "::" in file or ".." in file.split("/"):  # guard: hub-files
+        if not file.startswith(f"{url}/") or "::" in file or ".." in file.split("/"):  # guard: never
             raise DataError(f"a file of data set {data.name!r} lies elsewhere: {file[:80]!r}; choose another")
     suffixes = {file: _suffix(file) for file in matches}
-    counts = Counter(suffix for suffix in suffixes.values() if suffix in _FORMATS)  # guard: hub-formats
+    counts = Counter(suffix for suffix in suffixes.values() if suffix in _FORMATS)  # guard: always
     if not counts:
         raise DataError(
             f"data set {data.name!r} has no {', '.join(_FORMATS)} files in split {data.split!r}; choose another"
@@ -167,7 +167,7 @@ def load_hub(data: DataConfig) -> IterableDataset:
             return dataset
         # A column of images or sound may name files anywhere, which decoding it would open.
         columns = {MESSAGES, PROMPT, COMPLETION, data.text_field} & set(dataset.features)
-        readable = [name for name in columns if _is_plain(dataset.features[name])]  # guard: hub-column
+        readable = [name for name in columns if _is_plain(dataset.features[name])]  # guard: never
         if data.text_field in columns and data.text_field not in readable:
             raise DataError(f"column {data.text_field!r} of data set {data.name!r} is no text; set data.text_field")
         if not readable:
@@ -176,7 +176,7 @@ def load_hub(data: DataConfig) -> IterableDataset:
                 f"data set {data.name!r} has no messages, no completion and no field {data.text_field!r} (it has: "
                 f"{known}); set data.text_field"
             )
-        return dataset.select_columns(readable)  # guard: hub-decoding
+        return dataset.select_columns(readable)  # guard: .select_columns(readable) ->
 
 
 def _is_plain(feature: Any) -> bool:
@@ -251,7 +251,8 @@ def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
         if commit is None:
             commit = str(HfApi().model_info(name, timeout=HUB_SECONDS).sha)
         log.info("reading %s@%s from the hub", name, commit)
-        folder = snapshot_download(name, revision=commit, allow_patterns=_CHECKPOINT_FILES)  # guard: hub-checkpoint
+        # guard: _CHECKPOINT_FILES -> None
+        folder = snapshot_download(name, revision=commit, allow_patterns=_CHECKPOINT_FILES)
     except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
         raise (OutageError if _is_outage(error) else DataError)(
             f"cannot download {source} from the hub: {one_line(error)}; check name, commit and network, or give --from "

@@ -194,7 +194,7 @@ def _mds_file(index: Path, entry: dict[str, Any], cache: Path) -> tuple[Path, Pa
             left = limit
             while chunk := stream.read(2**20):
                 left -= len(chunk)
-                if left < 0:  # guard: mds-bomb
+                if left < 0:  # guard: never
                     break
                 target.write(chunk)
             if left:
@@ -204,7 +204,7 @@ def _mds_file(index: Path, entry: dict[str, Any], cache: Path) -> tuple[Path, Pa
 
 def _plain(index: Path | str, name: Any) -> str:
     """Return a file name of an index, which must not lead out of its folder; a merged index names subfolders."""
-    if not isinstance(name, str) or name.startswith("/") or ".." in Path(name).parts:  # guard: shard-file-name
+    if not isinstance(name, str) or name.startswith("/") or ".." in Path(name).parts:  # guard: never
         raise DataError(f"{index} names the file {str(name)[:100]!r}, which is no plain name; fetch the index again")
     return name
 

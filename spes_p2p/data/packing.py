@@ -129,7 +129,7 @@ def _part_at_share(
 def _shards_part(data: DataConfig, tokenizer: AnyTokenizer, cache: Path, part: Part) -> TokenFile:
     """Return one part of token shards, split as text is: documents by hash, or windows where there are none."""
     shards = TokenShards(data.paths, len(tokenizer), cache, tokenizer_digest(tokenizer))
-    if data.fingerprint not in (None, shards.fingerprint):  # guard: shards-fingerprint
+    if data.fingerprint not in (None, shards.fingerprint):  # guard: never
         raise DataError(
             f"--data has the fingerprint {shards.fingerprint}, this run trains on {data.fingerprint}; fetch its shards"
         )

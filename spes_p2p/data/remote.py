@@ -230,7 +230,7 @@ def _files_of(place: _Place, content: bytes, fingerprint: str | None) -> tuple[s
     except ValidationError as error:
         raise DataError(f"{url} is no manifest of shards: {explain(error, 'docs/data.md')}") from error
     actual = fingerprint_of([(manifest.dtype, entry.sha256) for entry in manifest.shards])
-    if actual != manifest.fingerprint or fingerprint not in (None, actual):  # guard: remote-fingerprint
+    if actual != manifest.fingerprint or fingerprint not in (None, actual):  # guard: never
         raise DataError(f"{url} has the fingerprint {actual}, this run trains on {fingerprint}; name another")
     files: dict[str, tuple[int | None, str]] = {manifest.tokenizer_file: (None, manifest.tokenizer_sha256)}
     files |= {each.file: (each.bytes, each.sha256) for each in manifest.shards}
@@ -246,7 +246,7 @@ def _fetch_file(place: _Place, file: _File, folder: Path, progress: _Progress) -
         place.download(file.name, part, file.num_bytes, progress)
     else:
         _append(part, 0, place.read(file.name, MAX_TOKENIZER_BYTES) if file.num_bytes is None else b"")
-    if any(digest_of_file(part, name) != digest for name, digest in file.digests.items()):  # guard: remote-digest
+    if any(digest_of_file(part, name) != digest for name, digest in file.digests.items()):  # guard: never
         part.unlink()
         raise DataError(
             f"{place.url(file.name)} is not the file of its manifest: its digest differs; tell who serves it"
@@ -273,7 +273,7 @@ class _Place:
         if is_own and self.base.startswith("s3://"):
             self._store = open_bucket(self.base)
             return
-        options: Any = {**CLIENT, "allow_http": is_own}  # guard: public-shards
+        options: Any = {**CLIENT, "allow_http": is_own}  # guard: is_own -> True
         try:
             self._store = HTTPStore(self.base, client_options=options, retry_config=RETRIES)  # type: ignore[arg-type]
         except (BaseError, ValueError) as error:
@@ -289,9 +289,9 @@ class _Place:
         with self._explained(name):
             for chunk in obstore.get(self._store, name).stream(1):
                 content += chunk
-                if time.monotonic() > deadline:  # guard: remote-seconds
+                if time.monotonic() > deadline:  # guard: never
                     raise DataError(f"{self.url(name)} has not come in {READ_SECONDS:.0f} s; name another address")
-                if len(content) > most:  # guard: remote-bytes
+                if len(content) > most:  # guard: never
                     raise DataError(f"{self.url(name)} has more than {most} bytes; it is no manifest or tokenizer")
         return bytes(content)
 
@@ -302,7 +302,7 @@ class _Place:
                 with self._explained(name):
                     start, chunks = self._stream(name, done, min(done + PIECE_BYTES, num_bytes), num_bytes)
                     for chunk in chunks:
-                        _append(part, start, bytes(chunk)[: num_bytes - start])  # guard: remote-length
+                        _append(part, start, bytes(chunk)[: num_bytes - start])  # guard: [: num_bytes - start] ->
                         start += len(chunk)
                         progress.add(len(chunk))
                         if start >= num_bytes:

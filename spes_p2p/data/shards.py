@@ -42,7 +42,7 @@ SAMPLES, SAMPLE_TOKENS = 8, 1024
 """Places of each file where ids are checked when it is opened, and the tokens there."""
 _LAYOUT_VERSION = 1
 
-FileName = Annotated[str, Field(pattern=r"^[^/\\.\x00][^/\\\x00]*$", max_length=255)]  # guard: manifest-file-name
+FileName = Annotated[str, Field(pattern=r"^[^/\\.\x00][^/\\\x00]*$", max_length=255)]  # guard: first
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 
@@ -140,7 +140,7 @@ def shards_tokenizer(paths: Sequence[Path]) -> bytes | None:
         payload = file.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}; fetch it, or set data.tokenizer") from error
-    if hashlib.sha256(payload).hexdigest() != manifest.tokenizer_sha256:  # guard: shard-tokenizer
+    if hashlib.sha256(payload).hexdigest() != manifest.tokenizer_sha256:  # guard: never
         raise DataError(f"{file} is not the tokenizer of {path.name}; fetch it again, or set data.tokenizer")
     return payload
 
@@ -306,7 +306,7 @@ class TokenShards:
         """
         shard = self.shards[number]
         ids_N = np.frombuffer(self._buffer(number), shard.dtype, length, start)
-        if length and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < self._vocab_size:  # guard: token-ids
+        if length and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < self._vocab_size:  # guard: never
             worst = int(ids_N.max()) if int(ids_N.min()) >= 0 else int(ids_N.min())
             raise DataError(
                 f"{shard.source} has the id {worst} near byte {start}, beyond the vocabulary of {self._vocab_size}; "
@@ -362,9 +362,9 @@ class TokenShards:
             for one, digest in ((file, entry.sha256), (documents, entry.documents_sha256)):
                 if not one.is_file():
                     raise DataError(f"{one} does not exist, but {path.name} names it; fetch it again")
-                if self._digest(one) != digest:  # guard: shard-digest
+                if self._digest(one) != digest:  # guard: never
                     raise DataError(f"{one} is not the file of {path.name}: its SHA-256 differs; fetch it again")
-            if documents != file.with_suffix(DOCUMENTS_SUFFIX) or not is_raw(file):  # guard: manifest-formats
+            if documents != file.with_suffix(DOCUMENTS_SUFFIX) or not is_raw(file):  # guard: never
                 raise DataError(f"{path} names {file.name}, which spes tokenize does not write; take another manifest")
             (shard,) = open_shards(file, self._vocab_size, self._cache)
             if (shard.dtype.name, len(shard.lengths_D)) != (manifest.dtype, entry.documents):

@@ -35,7 +35,7 @@ MIN_WINDOWS = 8
 
 def probe_sequences(sequence_length: int) -> int:
     """Return the number of sequences of T tokens that the loss gate measures."""
-    return max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: probe-size
+    return max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: first
 
 
 def check_state(state: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:

@@ -88,11 +88,11 @@ def open_document(payload: bytes, where: str, max_entries: int | None = None) ->
     Raises:
         DataError: it is too large, malformed, has parts that are not allowed, or does not work.
     """
-    if len(payload) > MAX_PAYLOAD_BYTES:  # guard: tokenizer-size
+    if len(payload) > MAX_PAYLOAD_BYTES:  # guard: never
         raise DataError(f"{where} has {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}; join through other peers")
     files = _parse(payload, where)
     if (
-        sorted(files) != list(FILES)  # guard: tokenizer-files
+        sorted(files) != list(FILES)  # guard: operand
         or not all(isinstance(text, str) for text in files.values())
     ):
         raise DataError(f"{where} holds {str(sorted(files))[:200]}, not {', '.join(FILES)}; join through other peers")
@@ -127,9 +127,9 @@ def _opened(text: str, special: dict[str, str], where: str, max_entries: int | N
         raise DataError(f"{where} lacks its special token {missing[0][:40]!r}; join through other peers")
     if "eos_token" not in special:
         raise DataError(f"{where} has no end-of-text token; choose a tokenizer with an eos_token")
-    if largest >= num_entries:  # guard: tokenizer-added-ids
+    if largest >= num_entries:  # guard: never
         raise DataError(f"{where} has ids up to {largest} but {num_entries} entries; choose one without holes")
-    if max_entries is not None and num_entries > max_entries:  # guard: tokenizer-vocabulary
+    if max_entries is not None and num_entries > max_entries:  # guard: never
         raise DataError(f"{where} has {num_entries} entries, the run's model {max_entries}; join another run")
     end = backend.token_to_id(special["eos_token"])
     assert end is not None
@@ -145,7 +145,7 @@ def _check_ids(backend: dict[str, Any], where: str) -> None:
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token.get("id") if isinstance(token, dict) else None for token in added]
     num_entries = len(vocabulary) + len(added)
-    if not all(isinstance(token_id, int) and 0 <= token_id < num_entries for token_id in ids):  # guard: tokenizer-ids
+    if not all(isinstance(token_id, int) and 0 <= token_id < num_entries for token_id in ids):  # guard: never
         raise DataError(f"{where} has ids outside its {num_entries} entries; join through other peers")
 
 
@@ -168,7 +168,7 @@ def _is_text(value: Any, least: int = 0, most: int = 16) -> bool:
 
 def _is_pattern(value: Any) -> bool:
     (kind, pattern), *more = value.items() if isinstance(value, dict) and value else [("", "")]
-    if kind == "Regex" and pattern not in _PATTERNS:  # guard: tokenizer-regex
+    if kind == "Regex" and pattern not in _PATTERNS:  # guard: never
         raise ValueError(f"its regular expression {str(pattern)[:80]!r} is not one of the known ones")
     return not more and (kind == "Regex" or (kind == "String" and _is_text(pattern, 1, 64)))
 
@@ -177,7 +177,7 @@ def _is_template(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) <= 8 and all(isinstance(piece, dict) for piece in value)):
         return False
     texts = [str(piece["Sequence"]) for piece in value if "Sequence" in piece]
-    if len(texts) > len(set(texts)) or len(texts) > 2:  # guard: tokenizer-template
+    if len(texts) > len(set(texts)) or len(texts) > 2:  # guard: never
         raise ValueError("its template repeats a text")
     return all(piece.keys() <= {"SpecialToken", "Sequence"} for piece in value)
 
@@ -279,11 +279,11 @@ def check_parts(backend: dict[str, Any]) -> None:
         _check_settings(part, {"type", *known.split()}, f"{role}.{kind}")
     added = backend.get("added_tokens") or []
     for number, token in enumerate(added):
-        if not _is_text(token.get("content"), 1, MAX_TOKEN_CHARACTERS):  # guard: added-token
+        if not _is_text(token.get("content"), 1, MAX_TOKEN_CHARACTERS):  # guard: never
             raise ValueError(f"its added_tokens.{number}.content is not 1 to {MAX_TOKEN_CHARACTERS} characters")
         _check_settings({**token, "content": ""}, _ADDED, f"added_tokens.{number}")
     num_characters = sum(len(token["content"]) for token in added)
-    if len(added) > MAX_ADDED or num_characters > MAX_ADDED_CHARACTERS:  # guard: added-tokens
+    if len(added) > MAX_ADDED or num_characters > MAX_ADDED_CHARACTERS:  # guard: never
         raise ValueError(f"its added tokens have more than {MAX_ADDED_CHARACTERS} characters, or are too many")
     _check_growth([*parts["normalizer"], *parts["pre_tokenizer"]])
     _check_growth(parts["decoder"])
@@ -291,7 +291,7 @@ def check_parts(backend: dict[str, Any]) -> None:
 
 def _flat(part: Any, role: str, depth: int = 1) -> Iterator[Any]:
     """Yield a part, if there is one, and the parts in it."""
-    if depth > MAX_DEPTH:  # guard: tokenizer-depth
+    if depth > MAX_DEPTH:  # guard: never
         raise ValueError(f"its {role} is nested more than {MAX_DEPTH} deep")
     if part is not None or depth > 1:
         yield part
@@ -308,7 +308,7 @@ def _tests() -> dict[str, tuple[_Test, str]]:
 
 def _check_settings(part: dict[str, Any], known: set[str], where: str) -> None:
     for name, value in part.items():
-        if name not in known:  # guard: tokenizer-settings
+        if name not in known:  # guard: never
             raise ValueError(f"its {where}.{name[:60]} is not allowed here")
         if name in _tests() and not _tests()[name][0](value):
             raise ValueError(f"its {where}.{name} is not allowed here ({value!r:.60}): write {_tests()[name][1]}")
@@ -316,11 +316,11 @@ def _check_settings(part: dict[str, Any], known: set[str], where: str) -> None:
 
 def _check_growth(parts: list[dict[str, Any]]) -> None:
     growth = math.prod(map(_growth, parts))
-    if growth > MAX_GROWTH:  # guard: tokenizer-growth
+    if growth > MAX_GROWTH:  # guard: never
         raise ValueError(f"its parts make up to {growth:.3g} characters of one, at most {MAX_GROWTH:g}")
     kinds = [part["type"] for part in parts]
     num_forms = sum(kind[:2] == "NF" for kind in kinds)
-    if kinds.count("ByteLevel") > 1 or num_forms > _MAX_UNICODE_FORMS:  # guard: repeated-parts
+    if kinds.count("ByteLevel") > 1 or num_forms > _MAX_UNICODE_FORMS:  # guard: never
         raise ValueError("it repeats a part that makes several characters of one")
 
 

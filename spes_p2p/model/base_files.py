@@ -102,7 +102,7 @@ class BaseFiles:
                     yield name, weight.weight_OI if isinstance(weight, Plain) else weight.dense(torch.float32)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}; join again with --overwrite") from error
-        if digest_of(hasher.finish()) != self._digests[slot]:  # guard: base-digest
+        if digest_of(hasher.finish()) != self._digests[slot]:  # guard: never
             raise DataError(f"{path} is damaged; join again with --overwrite")
 
 

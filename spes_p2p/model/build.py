@@ -248,7 +248,7 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
 
 def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, sequence_length: int) -> dict[str, Any]:
     """Return the fields of the checkpoint that a run starts from."""
-    if vocab_size > start.vocab_size:  # guard: start-vocabulary
+    if vocab_size > start.vocab_size:  # guard: never
         raise ConfigError(
             f"the tokenizer has {vocab_size} entries, and the checkpoint's embedding {start.vocab_size} rows; set "
             f"data.tokenizer to the checkpoint's"

@@ -89,7 +89,7 @@ class WandbSink(_CurveSink):
                     save_code=False,
                     disable_git=True,
                     x_disable_stats=True,
-                    x_disable_meta=True,  # the command line, which may have an invite  # guard: wandb-command-line
+                    x_disable_meta=True,  # the command line, which may have an invite  # guard: meta=True -> meta=False
                 ),
             )
         except (wandb.Error, OSError) as error:
@@ -119,7 +119,7 @@ def _shown(value: Any) -> Any:
         return {printable(key, MAX_QUOTE_CHARS): _shown(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_shown(item) for item in value]
-    return printable(value, MAX_QUOTE_CHARS) if isinstance(value, str) else value  # guard: settings-shown
+    return printable(value, MAX_QUOTE_CHARS) if isinstance(value, str) else value  # guard: never
 
 
 class TensorboardSink(_CurveSink):

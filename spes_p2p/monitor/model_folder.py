@@ -459,4 +459,4 @@ def _by_round(rounds: Mapping[int, int]) -> str:
 
 
 def _code(text: str) -> str:
-    return "`" + printable(text).replace("`", " ") + "`"  # guard: card-quotes
+    return "`" + printable(text).replace("`", " ") + "`"  # guard: .replace("`", " ") ->

@@ -47,7 +47,7 @@ def write_report(
 def standalone(sections: Mapping[str, object]) -> bytes:
     """Return the page as one file that shows `sections`, loads nothing, and runs only the page's own scripts."""
     # "<" could end the element that holds the data.
-    data = json.dumps(sections, allow_nan=False).replace("<", "\\u003c")  # guard: report-data
+    data = json.dumps(sections, allow_nan=False).replace("<", "\\u003c")  # guard: \\u003c -> <
     html, hashes = static("index.html").decode(), {"script": "", "style": ""}
 
     def inline(kind: str, name: str) -> str:

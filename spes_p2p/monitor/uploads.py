@@ -43,7 +43,8 @@ HUB_SECONDS = 60.0
 """Time for the hub to take or send the next bytes."""
 _BUCKET = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([\w./-]*))?", re.ASCII)
 _ROUND = re.compile(r"round-(\d{6,})", re.ASCII)
-_SUM = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_][A-Za-z0-9._-]{0,199})", re.ASCII)  # guard: stored-name
+# guard: [A-Za-z0-9_][A-Za-z0-9._-]{0,199} -> .*
+_SUM = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_][A-Za-z0-9._-]{0,199})", re.ASCII)
 _REASON = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*))?", re.ASCII)
 _OLDER_BRANCH = "older"
 """Branch of the hub to which a round older than that of the main branch is committed, until it has its tag."""
@@ -196,7 +197,7 @@ class Store:
             return
         with file.open("wb") as stream:
             stream.writelines(self._chunks(f"{name}/{file.name}"))
-        if digest_of_file(file) != digest:  # guard: stored-digest
+        if digest_of_file(file) != digest:  # guard: never
             raise DataError(
                 f"{self._place}/{name}/{file.name} is damaged; name another --round, or delete this one there: a "
                 f"monitor that has it still sends it again"
@@ -216,7 +217,7 @@ class Store:
 
     def _read(self, path: str) -> bytes:
         found = obstore.get(self._store, path)
-        if found.meta["size"] > MAX_READ_BYTES:  # guard: store-bytes
+        if found.meta["size"] > MAX_READ_BYTES:  # guard: never
             raise DataError(f"{self._place}/{path} has more than {MAX_READ_BYTES:,} bytes; delete that round")
         return bytes(found.bytes())
 

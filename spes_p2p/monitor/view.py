@@ -62,7 +62,7 @@ def look(swarm: HivemindSwarm) -> Snapshot:
         {
             peer: record
             for peer, record in swarm.read_now(kind).items()
-            if known is None or peer in known or peer == me  # guard: certified-figures
+            if known is None or peer in known or peer == me  # guard: always
         }
         for kind in (Claim, Progress, Metrics)
     )
@@ -222,7 +222,8 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
     """Return the view after one more snapshot."""
     bodies = snapshot.bodies or view.bodies
     published = max(bodies, default=view.published)
-    near = range(published - KEPT_ROUNDS + 1, published + KEPT_ROUNDS + 1)  # guard: future-reports
+    # guard: published + KEPT_ROUNDS + 1 -> 10**9
+    near = range(published - KEPT_ROUNDS + 1, published + KEPT_ROUNDS + 1)
     new = {
         (report.round, peer): report
         for peer, report in snapshot.metrics.items()
@@ -236,7 +237,7 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
             newest[peer] = report
     peers: dict[str, PeerView] = {}
     seen = [*view.peers, *(peer for peer in sorted(snapshot.claims) if peer not in view.peers)]
-    kept = set(sorted(seen, key=lambda peer: peer not in snapshot.claims)[:MAX_PEERS])  # guard: monitor-peers
+    kept = set(sorted(seen, key=lambda peer: peer not in snapshot.claims)[:MAX_PEERS])  # guard: [:MAX_PEERS] ->
     for peer in (peer for peer in seen if peer in kept):
         peers[peer] = _fold_peer(view, snapshot, peer, newest.get(peer))
     # A page reads records every other second for days: what has not changed is not summarised again.
@@ -285,9 +286,9 @@ def is_plausible(report: Metrics, total_rounds: int) -> bool:
         1 <= report.round <= total_rounds
         and all(map(math.isfinite, (report.loss or 0.0, report.tokens_per_second, seconds)))
         and (
-            0 <= report.loss <= MAX_LOSS  # guard: loss-bound
+            0 <= report.loss <= MAX_LOSS  # guard: <= MAX_LOSS ->
             if report.loss is not None
-            else not report.tokens  # guard: loss-of-tokens
+            else not report.tokens  # guard: not report.tokens -> True
         )
         and 0 <= report.tokens_per_second <= MAX_TOKENS_PER_SECOND
         and report.tokens <= MAX_TOKENS
@@ -300,8 +301,8 @@ def summarise(body: Body, reports: Sequence[Metrics]) -> RoundSummary:
     tokens = {member.peer_id: member.tokens for member in body.members}
     trained = {peer: count for peer, count in tokens.items() if count}
     cap = WEIGHT_CAP * median_low(_of_voters(body, trained)) if trained else 0
-    total = sum(min(count, cap) for count in tokens.values())  # guard: report-weight
-    counted = {report.peer_id: report for report in reports if report.peer_id in tokens}  # guard: members-reports
+    total = sum(min(count, cap) for count in tokens.values())  # guard: min(count, cap) -> count
+    counted = {report.peer_id: report for report in reports if report.peer_id in tokens}  # guard: always
     losses = {peer: report.loss for peer, report in counted.items() if peer in trained and report.loss is not None}
     heard, digests = _of_voters(body, counted), Counter(report.shared_digest for report in counted.values())
     seconds = median(map(wall_seconds, heard)) if heard else 0.0
@@ -323,7 +324,8 @@ def summarise(body: Body, reports: Sequence[Metrics]) -> RoundSummary:
 
 def _of_voters(body: Body, stated: Mapping[str, T]) -> list[T]:
     """Return what voters state; what all state if no voter does."""
-    return [each for peer, each in stated.items() if peer in body.voters] or list(stated.values())  # guard: voters-loss
+    # guard: return list(stated.values())
+    return [each for peer, each in stated.items() if peer in body.voters] or list(stated.values())
 
 
 def phase_seconds(report: Metrics) -> dict[str, float]:

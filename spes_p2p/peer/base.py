@@ -62,7 +62,7 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
     base = StartWeights(source, outline(run.model, manifest.vocab_size, run.data.sequence_length))
     for slot, expected in lacking.items():
         document = encode_base(base, layout, slot)
-        if digest(document) != expected:  # guard: own-base
+        if digest(document) != expected:  # guard: never
             raise ConfigError(
                 f"{source} is not the checkpoint that the run starts from: its {base_name(slot)} is another; drop "
                 f"--from, and peers send the weights"

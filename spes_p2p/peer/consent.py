@@ -40,11 +40,11 @@ def ask_to_read(
         log.info("run %r reads %s", manifest.run_id, source)
     if yes:
         return
-    if not sys.stdin.isatty():  # guard: asked-first
+    if not sys.stdin.isatty():  # guard: never
         raise ConfigError(f"run {manifest.run_id!r} reads {' and '.join(sources)}; agree to that with --yes")
     sys.stderr.write("Read this on your machine? [y/N] ")
     sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # guard: asked-answer
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # guard: never
         raise ConfigError(f"run {manifest.run_id!r} was not joined, and nothing was read; join another, or answer y")
 
 

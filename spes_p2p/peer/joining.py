@@ -310,7 +310,7 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
     log.info("a peer with this identity has a claim; looking for %.0f s whether it is still there", seconds)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and get_dht_time() < ends_at and not swarm.wait(LOOK_SECONDS):
-        if node.own_record_ends_at(Claim) > ends_at:  # guard: own-claim
+        if node.own_record_ends_at(Claim) > ends_at:  # guard: never
             raise ConfigError(f"identity {node.identity.path} is in use by another peer; give each its own")
 
 
@@ -460,7 +460,7 @@ def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
     if config.max_slots == "auto":
         fitting = slots_that_fit(size, setup, *limits)
         return min(max(fitting, 1), MAX_CLAIMED)  # where there are no slots, 0 would say that this peer leaves
-    if not fits(size, config.max_slots, setup, *limits):  # guard: chosen-slots
+    if not fits(size, config.max_slots, setup, *limits):  # guard: never
         raise ConfigError(f"max_slots={config.max_slots}: {shortage(size, config.max_slots, setup, *limits)}")
     return config.max_slots
 

@@ -71,7 +71,7 @@ def alone_in(directory: Path, lock: str = LOCK) -> Iterator[None]:
     with file:
         with contextlib.suppress(OSError):  # a file system without locks
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: output-lock
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: skip
             except BlockingIOError as error:
                 raise ConfigError(f"--output {directory} is in use by another process; name another") from error
         yield

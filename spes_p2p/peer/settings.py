@@ -66,7 +66,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     corpus = founding(corpus, tokenizer)
     # What is the founder's own is of no use to others.
     chosen = {name: getattr(corpus, name) for name in ("chat_template", "probe", "packing")}
-    if run.data.tokenizer is not None and os.path.exists(run.data.tokenizer):  # guard: tokenizer-base-name
+    if run.data.tokenizer is not None and os.path.exists(run.data.tokenizer):  # guard: never
         chosen["tokenizer"] = Path(run.data.tokenizer).absolute().name
     run = run.model_copy(update={"data": run.data.model_copy(update={**chosen, "paths": []})})
     if source is not None:

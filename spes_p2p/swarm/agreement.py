@@ -379,7 +379,7 @@ class Agreement:
         last = self.chain.last
         if peer in last.voters:
             return True
-        is_out = self._out_until.get(peer, 0) > last.round  # guard: lost-strangers
+        is_out = self._out_until.get(peer, 0) > last.round  # guard: self._out_until.get(peer, 0) > last.round -> False
         return attempt < VOTERS_ALONE_FROM and not is_out
 
     def _is_over(self, last: Body, attempt: int) -> bool:
@@ -393,7 +393,7 @@ class Agreement:
         """Follow the voters to a later attempt once a quorum is there."""
         self.attempts.state(peer, attempt, self._loop_time())
         newest = self.attempts.of_quorum(self.voter.is_quorum)
-        if newest > self.attempts.number:  # guard: attempt-quorum
+        if newest > self.attempts.number:  # guard: never
             self._go_to(newest)
 
     # ------------------------------------------------------------------ entries, meetings, results
@@ -405,7 +405,7 @@ class Agreement:
         peer, attempt = entry.peer_id, entry.attempt
         if self.voter.has_left and peer in last.voters:  # the goodbye may have been lost
             self._post(peer, self._goodbye())
-        if not entry.is_signed(self._keys):  # guard: entry-signature
+        if not entry.is_signed(self._keys):  # guard: never
             return
         if peer in last.voters:
             self._watch(entry)
@@ -422,10 +422,10 @@ class Agreement:
         known = stated.proposals.get(entry.body) if stated is not None else None
         if reason := self.voter.entry_fault(entered, known):
             log.info("round %d: %s does not enter attempt %d: %s", entry.round, peer[-6:], attempt, reason)
-        elif len(of.entered) < MAX_MEMBERS and self._roster_of([entered], last):  # guard: uninvited-entry
+        elif len(of.entered) < MAX_MEMBERS and self._roster_of([entered], last):  # guard: operand
             of.entered[peer] = entered
             for other in strangers(last, of.entered)[max_strangers(len(last.voters)) :] if last.round else ():
-                del of.entered[other]  # the first to come would keep all others out  # guard: strangers-enter
+                del of.entered[other]  # the first to come would keep all others out  # guard: skip
             self._changed.set()
 
     def _take_meeting(self, sender: str, meeting: Meeting) -> None:
@@ -435,7 +435,7 @@ class Agreement:
             return
         for each in meeting.entered:
             is_here = (each.entry.previous, each.entry.attempt) == (last.digest, attempt)
-            if not is_here or not each.is_whole or not each.entry.is_signed(self._keys):  # guard: false-entry
+            if not is_here or not each.is_whole or not each.entry.is_signed(self._keys):  # guard: never
                 log.info("round %d: the meeting of %s has a false entry", last.round + 1, sender[-6:])
                 return
         of.roster = self._roster_of(meeting.entered, last)
@@ -451,7 +451,7 @@ class Agreement:
         of = self.attempts.of(result.attempt)
         if of is None or not (peer in last.known or of.has_member(peer)) or not of.lacks(result):
             return
-        if not result.is_signed(self._keys):  # guard: no-false-part
+        if not result.is_signed(self._keys):  # guard: never
             return
         of.add(result, self._loop_time())
         lost = result.lost
@@ -506,7 +506,7 @@ class Agreement:
         last, attempt, peer = self.chain.last, vote.attempt, vote.peer_id
         if vote.previous != last.digest:
             return self.following.meet(sender, vote.round - 1, vote.previous)
-        if peer not in last.voters or not vote.is_signed(self._keys):  # guard: counted-vote
+        if peer not in last.voters or not vote.is_signed(self._keys):  # guard: never
             return
         self._watch(vote)
         self._note_attempt(peer, attempt)
@@ -594,7 +594,7 @@ class Agreement:
 
     def _watch_certificates(self, sender: str, message: Certificates) -> None:
         """Look for contradictions in the votes that certificates carry; of strangers that would be much work."""
-        if sender in known_peers(self.chain.last):  # guard: known-watch
+        if sender in known_peers(self.chain.last):  # guard: always
             for certificate in message.certificates:
                 for vote in certificate.votes():
                     self._watch(vote)

@@ -140,5 +140,6 @@ class Attempts:
                     break
             else:
                 break
-            entered, links = rest, [link for link in links if worst not in link]  # guard: lost-voters
+            # guard: entered, links = rest, -> links =
+            entered, links = rest, [link for link in links if worst not in link]
         return entered

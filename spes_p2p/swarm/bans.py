@@ -55,14 +55,14 @@ class Bans:
 
     def _strike(self, round: int, peer: str, evidence: Evidence) -> None:
         case = self._cases.setdefault(peer, _Case())
-        recent = {strike for strike in case.strikes if strike > round - MEMORY_ROUNDS}  # guard: old-strike
+        recent = {strike for strike in case.strikes if strike > round - MEMORY_ROUNDS}  # guard: always
         case.strikes = tuple(sorted(recent | {round}))
         log.warning("round %d: %s: %s", round + 1, peer[-6:], evidence.reason)
         if round >= case.until and (
-            evidence.is_proof  # guard: ban-proof
-            or len(case.strikes) >= STRIKES  # guard: ban-strikes
+            evidence.is_proof  # guard: operand
+            or len(case.strikes) >= STRIKES  # guard: >= STRIKES -> > STRIKES
         ):
-            length = min(BAN_ROUNDS * 2**case.bans, MAX_BAN_ROUNDS)  # guard: ban-doubling
+            length = min(BAN_ROUNDS * 2**case.bans, MAX_BAN_ROUNDS)  # guard: 2** -> 1**
             case.bans += 1
             case.until = round + 1 + length
             case.strikes = ()
@@ -70,7 +70,8 @@ class Bans:
 
     def banned(self, round: int) -> tuple[str, ...]:
         """Return the peers banned from the averaging that starts at `round`, ascending."""
-        return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))  # guard: ban-end
+        # guard: round < case.until -> case.bans
+        return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))
 
     def distrusted(self, round: int) -> tuple[str, ...]:
         """Return the banned peers that this peer's roster entry names."""

@@ -41,7 +41,7 @@ KNOWN_ROUNDS = 3
 ABSENT_ROUNDS = 3
 """Rosters in a row that a voter must have missed before the others may remove it."""
 Attempt = Annotated[int, Field(ge=0, le=MAX_ATTEMPT)]
-Batches = Annotated[int, Field(ge=0, le=MAX_BATCHES)]  # guard: batches-bounds
+Batches = Annotated[int, Field(ge=0, le=MAX_BATCHES)]  # guard: first
 Signature = Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9+/=]*$")]
 RunId = Annotated[str, Field(max_length=64)]
 Generation = Annotated[str, Field(max_length=64, pattern=r"^([1-9][0-9]*:[0-9a-f]{32})?$")]
@@ -148,7 +148,7 @@ class Body(Document):
     """DHT time at which the next round stops training."""
     members: tuple[MemberEntry, ...] = Field(default=(), max_length=MAX_MEMBERS)
     """The roster's members that averaged `shared`, by ascending peer id."""
-    voters: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_VOTERS)  # guard: some-voter
+    voters: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_VOTERS)  # guard: min_length=1, ->
     """Voters of the next round, those that have voted longest first."""
     stood_in_for: tuple[PeerId, ...] = Field(default=(), max_length=MAX_VOTERS)
     """The voters that the body was certified with, if none of them answered and the holders of other seats vote."""
@@ -207,7 +207,8 @@ class Body(Document):
         Of an even number the first voter counts one and a half, so of two friends one, always the same, can go on.
         """
         has_first = len(self.voters) % 2 == 0 and self.voters[0] in peers
-        return 2 * sum(peer in peers for peer in self.voters) + has_first > len(self.voters)  # guard: first-voter-more
+        # guard: > len(self.voters) -> >= len(self.voters)
+        return 2 * sum(peer in peers for peer in self.voters) + has_first > len(self.voters)
 
     @cached_property
     def known(self) -> frozenset[str]:
@@ -254,7 +255,7 @@ class Statement(Document):
 
     def is_signed(self, keys: Keys) -> bool:
         """Tell whether the author has signed this statement."""
-        return keys.is_signed_by(self.peer_id, self.signed_part, self.signature)  # guard: statement-signature
+        return keys.is_signed_by(self.peer_id, self.signed_part, self.signature)  # guard: return True
 
 
 class RoundStatement(Statement):
@@ -298,8 +299,8 @@ class Goodbye(Statement):
 
     def counts(self, run: str, round: int) -> bool:
         """Tell whether this counts in a round of a run: it is too new to be of before a return."""
-        is_new = 0 <= round - self.round < GOODBYE_ROUNDS  # guard: old-goodbye
-        return is_new and self.run == run  # guard: goodbye-of-run
+        is_new = 0 <= round - self.round < GOODBYE_ROUNDS  # guard: 0 <= round - self.round < GOODBYE_ROUNDS -> True
+        return is_new and self.run == run  # guard: and self.run == run ->
 
 
 class Certificate(Document):
@@ -455,7 +456,7 @@ def check_shrunk(body: Body, last: Body) -> str:
     """Return why the voters that a body names absent cannot be absent: they leave others, which are no quorum."""
     absent, rest = set(body.shrunk), [peer for peer in last.voters if peer not in body.shrunk]
     is_named_once = absent < set(last.voters) and len(absent) == len(body.shrunk)
-    if body.shrunk and (not is_named_once or last.is_quorum(rest)):  # guard: real-half
+    if body.shrunk and (not is_named_once or last.is_quorum(rest)):  # guard: never
         return "it names voters absent without need"
     return ""
 
@@ -471,7 +472,7 @@ def check_certificate(certificate: Certificate, last: Body, keys: Keys) -> str:
     if body.is_varied:
         body = body.as_signed(last.generation)
         other = body.stand_in() if certificate.body.stood_in_for else body
-        if other is None or other.voters != certificate.body.voters:  # guard: stand-in-seats
+        if other is None or other.voters != certificate.body.voters:  # guard: never
             return "others than the holders of its seats vote"
         certificate = certificate.model_copy(update={"body": body})
     if body.generation != last.generation:
@@ -490,7 +491,7 @@ def check_skip(certificate: Certificate, trusted: Body, keys: Keys) -> str:
     if body.round <= trusted.round or body.run != trusted.run:
         return "it is not later"
     if body.generation != trusted.generation and int(body.generation.partition(":")[0] or 0) < trusted.round:
-        return "it is of another generation"  # guard: skipped-generation
+        return "it is of another generation"  # guard: "it is of another generation" -> ""
     return _check_votes(certificate, trusted.is_quorum, set(trusted.voters), keys)
 
 

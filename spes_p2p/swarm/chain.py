@@ -171,8 +171,8 @@ class Chain:
             half = MAX_RECENT // 2
             self._old = _thinned(self.start, [*self._old, *self._recent[:half]], skips)
             del self._recent[:half]
-        is_whole = not any(_is_parted(each.body) for each in self._recent)  # guard: healing-halves
-        is_whole &= not self.shrunk_at or body.ends_at - self.shrunk_at > HEALING_SECONDS  # guard: healing-day
+        is_whole = not any(_is_parted(each.body) for each in self._recent)  # guard: is_whole = True
+        is_whole &= not self.shrunk_at or body.ends_at - self.shrunk_at > HEALING_SECONDS  # guard: skip
         if self._num_in_time >= FINAL_AFTER and is_whole:
             self.final = max(self.final, body.round - FINAL_AFTER)
 
@@ -274,7 +274,7 @@ class ChainFile:
                     stream.write(self._line(chain, chain.certificates[-1]))
                     stream.flush()
                     sync(self._path)
-            except OSError:  # a full disk: the line may be torn, so the next one must not follow it  # guard: torn-line
+            except OSError:  # a full disk: the line may be torn, so the next one must not follow it  # guard: never
                 self._num_lines = 0
                 raise
             self._num_lines += 1

@@ -59,14 +59,14 @@ def fair_speeds(speeds: Sequence[float]) -> list[float]:
     """
     stated = [speed for speed in speeds if speed > 0]
     most = MAX_TIMES_MEDIAN * statistics.median(stated) if stated else 0.0
-    return [min(speed, most) for speed in speeds]  # guard: speed-median
+    return [min(speed, most) for speed in speeds]  # guard: first
 
 
 def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) -> int:
     """Return the tokens that a peer may claim for a round: a tenth more than its stated speed explains, at most."""
     return max(
         0,
-        min(tokens, MAX_PEER_TOKENS, int(1.1 * tokens_per_second * train_seconds) + 1),  # guard: tokens-by-speed
+        min(tokens, MAX_PEER_TOKENS, int(1.1 * tokens_per_second * train_seconds) + 1),  # guard: first
     )
 
 

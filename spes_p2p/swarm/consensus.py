@@ -339,7 +339,7 @@ class Consensus:
             self._try_guide(peer)
             await agreement.until(partial(is_tried, peer), GUIDE_SECONDS)
             chain = agreement.chain
-            if chain.has(number, digest):  # guard: linked-chain
+            if chain.has(number, digest):  # guard: always
                 chain.final, agreement.following.guide = number, ""
                 self._file.save(chain)
                 return

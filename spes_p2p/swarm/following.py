@@ -77,7 +77,7 @@ class Following:
                     self.follow(certificate)
             elif body.round > last.round + 1:
                 # A single one is the newest, and this peer asks for what it has missed.
-                is_led_to = self.chain.is_led_to(certificate)  # guard: skipped-contents
+                is_led_to = self.chain.is_led_to(certificate)  # guard: self.chain.is_led_to(certificate) -> True
                 if len(message.certificates) > 1 and is_led_to and self._skips(certificate, last):
                     self.follow(certificate)
             elif self._is_preferred(certificate, after):
@@ -105,10 +105,10 @@ class Following:
         left = {
             each.peer_id
             for each in certificate.goodbyes
-            if each.counts(last.run, last.round + 1) and each.is_signed(self._keys)  # guard: shrunk-by-goodbye
+            if each.counts(last.run, last.round + 1) and each.is_signed(self._keys)  # guard: operand
         }
         here = {peer for peer in set(certificate.body.shrunk) - left if not self._is_away(peer)}
-        if here and self._wire.now() - last.ends_at <= self._rules.shrink_seconds:  # guard: shrunk-in-time
+        if here and self._wire.now() - last.ends_at <= self._rules.shrink_seconds:  # guard: never
             return "a majority of the voters was here a short time ago"
         return ""
 
@@ -125,7 +125,7 @@ class Following:
 
     def _skips(self, certificate: Certificate, trusted: Body) -> bool:
         """Return whether more than half of a body's voters have signed a later certificate."""
-        return not check_skip(certificate, trusted, self._keys)  # guard: signed-skip
+        return not check_skip(certificate, trusted, self._keys)  # guard: return True
 
     def _may_vary(self, body: Body, after: Certificate | None) -> bool:
         """Return whether to follow a body that peers have changed.
@@ -134,12 +134,12 @@ class Following:
         to the same round agree on the smallest letters. While one of its own voters answers, no other stands in.
         """
         last = self.chain.last
-        if body.stood_in_for and any(not self._is_away(peer) for peer in body.stood_in_for):  # guard: stand-in-away
+        if body.stood_in_for and any(not self._is_away(peer) for peer in body.stood_in_for):  # guard: never
             return False
         if last.is_reopened and last.round == body.round and body.generation < last.generation:
             return True
         is_new = last.round < body.round or (last.round == body.round and (last.is_reopened or body.stood_in_for))
-        return bool(is_new) and self._goes_on(body, after)  # guard: varied-used
+        return bool(is_new) and self._goes_on(body, after)  # guard: and self._goes_on(body, after) ->
 
     def _goes_on(self, body: Body, after: Certificate | None) -> bool:
         """Return whether a quorum of a body's voters has certified what comes after it in a message."""
@@ -164,11 +164,11 @@ class Following:
             is_better = preferred([ours, certificate]) is certificate
         if not is_better:
             return False
-        gone = set() if body.is_varied else chain.removed_since(body.round)  # guard: removed-signers
+        gone = set() if body.is_varied else chain.removed_since(body.round)  # guard: gone = set()
         counted = {peer: each for peer, each in certificate.signatures.items() if peer not in gone}
         if self.refusal(certificate.model_copy(update={"signatures": counted}), before):
             return False
-        if body.round <= chain.final:  # guard: final-rounds
+        if body.round <= chain.final:  # guard: never
             log.info("round %d is final here, but voters have signed another end of it: a fork", body.round)
             return False
         return True
@@ -176,8 +176,8 @@ class Following:
     def _is_in_time(self, certificate: Certificate) -> bool:
         """Return whether a certificate has come soon after its round's end, and not in a burst, by this clock."""
         last, now = self.chain.last, self._wire.now()
-        is_apart = now - self.opened_at >= MIN_SECONDS_APART  # guard: forged-burst
-        is_soon = now - last.ends_at <= 2 * self._rules.round_seconds  # guard: final-in-time
+        is_apart = now - self.opened_at >= MIN_SECONDS_APART  # guard: now - self.opened_at >= MIN_SECONDS_APART -> True
+        is_soon = now - last.ends_at <= 2 * self._rules.round_seconds  # guard: is_soon = True
         return certificate.body.previous == last.digest and is_apart and is_soon
 
     # ------------------------------------------------------------------ asking and answering

@@ -156,7 +156,7 @@ class HivemindSwarm:
         self._vectors = vectors
         self._encoding = DeltaEncoding(vectors.segments, self._directory)
         self._membership.guests = guests
-        self._store.keep_only(vectors.names)  # guard: strange-on-disk
+        self._store.keep_only(vectors.names)  # guard: skip
         self._store.refused.initial = vectors.initial
         self.exchange.formats = vectors.formats
         self._averaging = Averaging(self._network, self._encoding, rounds, self._uplink_mbit)
@@ -330,7 +330,7 @@ class HivemindSwarm:
             if outcome is None:
                 return Outcome(None)
             is_refused = SHARED in averaged.means and not outcome[0]
-            return Outcome(*outcome, roster.suspect if is_refused else averaged.lost)  # guard: refused-guest
+            return Outcome(*outcome, roster.suspect if is_refused else averaged.lost)  # guard: never
 
         part = Part(member, average, lambda: {*expected} - lost, closes_from)
         return self.consensus.settle(part, on_wait=lambda: self._membership.is_stopped)
@@ -489,7 +489,7 @@ class HivemindSwarm:
         Returns:
             Reasons for the versions that could not be fetched. This peer keeps its old ones.
         """
-        failures = self._vectors.unknown(wanted)  # guard: strange-pull
+        failures = self._vectors.unknown(wanted)  # guard: self._vectors.unknown(wanted) -> dict[str, str]()
         versions = [
             Version(name=name, round=round, digest=digest, num_bytes=self._vectors.num_bytes(name))
             for name, (round, digest) in wanted.items()

@@ -29,7 +29,7 @@ MAX_KNOWN = 4096
 ID_LETTERS = 16
 SHOWN_LETTERS = 6
 """Letters of them on a page and in a log."""
-ShownInvite = Annotated[str, Field(max_length=768, pattern=r"^[A-Za-z0-9+/=.]*$")]  # guard: invite-text
+ShownInvite = Annotated[str, Field(max_length=768, pattern=r"^[A-Za-z0-9+/=.]*$")]  # guard: first
 """What a peer shows of its invite, unverified; empty without one."""
 InviteId = Annotated[str, Field(max_length=ID_LETTERS, pattern=r"^[A-Za-z0-9+/]*$")]
 """First letters of an invite's public key; empty for the founder's own seat."""
@@ -121,9 +121,9 @@ class GuestList:
             raise RecordError("has no invite" if not shown else "has something else than an invite")
         if reason := self._check(peer, shown):
             raise RecordError(reason)
-        if (expires := int(form[2])) < now:  # guard: invite-end
+        if (expires := int(form[2])) < now:  # guard: never
             raise RecordError(f"has an invite that ended {now - expires:.0f} s ago")
-        if self.is_revoked(form[1]):  # guard: invite-revoked
+        if self.is_revoked(form[1]):  # guard: never
             raise RecordError("has an invite that the founder has revoked")
         return Invite(form[1][:ID_LETTERS], int(form[3]), form[4] == "1")
 
@@ -149,7 +149,7 @@ class GuestList:
                 refused[peer] = f"{peer} {error}"
                 continue
             used[invite.id] += 1
-            if used[invite.id] > invite.places:  # guard: invite-identities
+            if used[invite.id] > invite.places:  # guard: never
                 refused[peer] = f"{peer} is one too many on its invite"
         return refused
 
@@ -158,7 +158,7 @@ class GuestList:
         found = {}
         for peer, text in shown.items():
             with suppress(RecordError):
-                if (invite := self.check(peer, text, now)).votes:  # guard: invite-votes
+                if (invite := self.check(peer, text, now)).votes:  # guard: ).votes -> )
                     found[peer] = invite
         return found
 
@@ -178,9 +178,9 @@ def _text(data: bytes) -> str:
 def _checked(keys: Keys, founder: str, founding: str, peer: str, shown: str) -> str:
     """Return why a proof of the right form is not a peer's; empty if it is."""
     fields, signature, proof = shown.rsplit(".", 2)
-    if not keys.is_signed_by(founder, _signed_part(founding, fields), signature):  # guard: invite-founder
+    if not keys.is_signed_by(founder, _signed_part(founding, fields), signature):  # guard: never
         return f"has an invite that {founder} did not sign for this founding of the run"
-    if not _is_proven(fields.partition(".")[0], founding, peer, proof):  # guard: invite-overheard
+    if not _is_proven(fields.partition(".")[0], founding, peer, proof):  # guard: never
         return "shows an invite that is another peer's"
     return ""
 

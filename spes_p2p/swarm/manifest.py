@@ -54,18 +54,18 @@ DEALT_ROUNDS, ROOM_ROUNDS = 6, 12
 class Manifest(BaseModel):
     """All that a newcomer must know of a run, in a few kilobytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")  # guard: manifest-fields
+    model_config = ConfigDict(frozen=True, extra="forbid")  # guard: "forbid" -> "ignore"
 
     run_id: RunId
     founder: PeerId
     software: Software
     """The founder's version of spes_p2p."""
     config: RunConfig
-    vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: vocabulary-size
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: first
     """Size of the tokenizer's vocabulary."""
     tokenizer_digest: Digest
     """Digest of the tokenizer document."""
-    tokenizer_bytes: Annotated[int, Field(gt=0, le=2**26)]  # guard: document-bytes
+    tokenizer_bytes: Annotated[int, Field(gt=0, le=2**26)]  # guard: first
     """Its length."""
     revision: Count = 0
     """Number of this revision; 0 in the run's first manifest."""
@@ -80,7 +80,7 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _check_base(self) -> Manifest:
-        if self.config.adapter is not None and self.config.model.start is None:  # guard: adapter-base
+        if self.config.adapter is not None and self.config.model.start is None:  # guard: never
             raise ValueError("the run trains adapters and names no base; its founder names one with --from")
         return self
 
@@ -155,16 +155,14 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
     if founder is None:
         rightful = [each for each in offers if each.digest in digests]
     else:
-        rightful = [each for each in offers if each.founder == founder]  # guard: founders-manifest
+        rightful = [each for each in offers if each.founder == founder]  # guard: always
     if not rightful:
         raise JoinError(
             f"peers offer run {run_id!r} by {', '.join(sorted({each.founder for each in offers}))}, not by {founder}; "
             f"correct --run-id, or join through other --initial-peers"
         )
-    manifest = max(rightful, key=lambda each: each.founded_at)  # guard: newest-manifest
-    if (
-        kept is not None and kept.founder == founder and manifest.founded_at < kept.founded_at
-    ):  # guard: remembered-manifest
+    manifest = max(rightful, key=lambda each: each.founded_at)  # guard: max( -> min(
+    if kept is not None and kept.founder == founder and manifest.founded_at < kept.founded_at:  # guard: never
         raise JoinError(
             f"peers offer only older manifests of run {run_id!r} than the one that this peer has had of {founder}; "
             f"join through other --initial-peers"
@@ -196,7 +194,7 @@ def _offers(swarm: HivemindSwarm, peers: Collection[str], founder: str | None) -
 
 def _known_first(swarm: HivemindSwarm, peers: Collection[str], founder: str | None) -> list[str]:
     """Return those of some peers that this one knows, the founder first, then the others in random order."""
-    known = [founder or "", *swarm.node.known_peers()]  # guard: link-first
+    known = [founder or "", *swarm.node.known_peers()]  # guard: *swarm.node.known_peers() ->
     first = dict.fromkeys(peer for peer in known if peer in peers)
     others = sorted(set(peers) - first.keys())
     return [*first, *random.sample(others, len(others))]
@@ -215,7 +213,7 @@ def check_kept(swarm: HivemindSwarm, kept: Manifest, output: Path) -> None:
     """
     records = _find(swarm)
     newer = [each for each in _offers(swarm, records, kept.founder) if each.founded_at > kept.founded_at]
-    if any(each.founder == kept.founder for each in newer):  # guard: resumed-manifest
+    if any(each.founder == kept.founder for each in newer):  # guard: never
         raise JoinError(
             f"{kept.founder} has founded run {kept.run_id!r} anew since this peer joined it; name another --output"
         )
@@ -232,7 +230,7 @@ def check_founder(manifest: Manifest, founder: str | None) -> None:
     Raises:
         JoinError: the manifest names another founder.
     """
-    if founder not in (None, manifest.founder):  # guard: named-founder
+    if founder not in (None, manifest.founder):  # guard: never
         raise JoinError(
             f"run {manifest.run_id!r} was founded by {manifest.founder}, not by {founder}; correct --run-id, or join "
             f"through other --initial-peers"
@@ -264,9 +262,9 @@ def signed_manifest(document: bytes, run_id: str) -> Manifest:
     """
     manifest = read_manifest(lambda name: document)
     signature, key = manifest.signature.encode(), manifest.public_key.encode()
-    if not is_signed_by(manifest.founder, key, manifest.signed_part(), signature):  # guard: manifest-signature
+    if not is_signed_by(manifest.founder, key, manifest.signed_part(), signature):  # guard: never
         raise JoinError(f"it is not signed by its founder {manifest.founder}")
-    if manifest.run_id != run_id:  # guard: manifest-run
+    if manifest.run_id != run_id:  # guard: never
         raise JoinError(f"it belongs to run {manifest.run_id!r}")
     return manifest
 
@@ -380,7 +378,7 @@ class Revisions:
         declared = {peer: getattr(record, "revision", 0) for peer, record in self.swarm.read(ManifestRecord).items()}
         if newer := [
             peer for peer in declared if declared[peer] > number and peer in known
-        ]:  # guard: declared-revision
+        ]:  # guard: and peer in known ->
             self._ask(newer)
 
     def _keep(self, revision: Manifest) -> None:
@@ -428,7 +426,7 @@ def read_revision(file: Path, manifest: Manifest) -> Manifest | None:
         return revised(file.read_bytes(), manifest)
     except FileNotFoundError:
         return None
-    except (OSError, JoinError) as error:  # guard: revision-file
+    except (OSError, JoinError) as error:  # guard: never
         log.warning("%s is no revision of the run's settings (%s); run spes amend again", file, error)
         return None
 
@@ -440,7 +438,7 @@ def revised(document: bytes, manifest: Manifest) -> Manifest:
         JoinError: this software cannot read it, the founder has not signed it, or it is of another founding.
     """
     found = signed_manifest(document, manifest.run_id)
-    if found.founding != manifest.digest or found.founder != manifest.founder:  # guard: revised-founding
+    if found.founding != manifest.digest or found.founder != manifest.founder:  # guard: never
         raise JoinError("it is of another founding of the run")
     return found
 
@@ -468,7 +466,7 @@ def check_moment(old: RunConfig, new: RunConfig, last: Body, rounds: int = DEALT
         ConfigError: it is too late.
     """
     first = first_changed_tokens(old, new)
-    if first is not None and first < (dealt := dealt_tokens(new, last, rounds)):  # guard: revised-phases
+    if first is not None and first < (dealt := dealt_tokens(new, last, rounds)):  # guard: never
         raise ConfigError(
             f"data.mixture: the weights from {first:,} tokens on would change, and sequences below {dealt:,} tokens "
             f"are trained or dealt already; keep what was, and begin a phase (data.phases) at {dealt:,} or later"

@@ -141,7 +141,7 @@ class Membership:
                 return
             try:
                 await asyncio.to_thread(self._renew_now)
-            except Exception:  # of any type: the peer would be forgotten  # guard: heartbeat-goes-on
+            except Exception:  # of any type: the peer would be forgotten  # guard: Exception -> OSError
                 log.exception("a heartbeat failed; the next one is in %.0f s", self._rounds.heartbeat_seconds)
 
     def _renew_now(self) -> None:

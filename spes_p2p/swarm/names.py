@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
+SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: (?:0|[1-9][0-9]{0,3}) -> \d{1,4}
 """A slot has one name: `slot-01`, or 1 in another script's digits, would otherwise be read as slot 1, too."""
 _VECTOR = re.compile(rf"(moments-)?(shared|{SLOT})|kept-{SLOT}")
 

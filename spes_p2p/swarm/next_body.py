@@ -49,11 +49,11 @@ def make_body(
     if not digest:
         return None
     confirmed = {each.peer_id for each in results if each.digests.get(SHARED) == digest}
-    confirmed -= set(last.banned)  # guard: banned-for-good
+    confirmed -= set(last.banned)  # guard: skip
     ids = [member.peer_id for member in members]
     revoked = [peer for peer in last.seats if peer in revoked]
     leaving = [peer for peer in last.voters if peer in revoked][: max_leaving(len(last.voters))]
-    removed = {*leaving, *removed, *guilty, *shrunk}  # guard: revoked-leave
+    removed = {*leaving, *removed, *guilty, *shrunk}  # guard: *leaving, ->
     voters, seats = next_voters(last, confirmed, removed, min_peers, invites or {}, revoked)
     if not voters:
         return None
@@ -103,12 +103,12 @@ def next_voters(
     voters = [peer for peer in last.voters if peer not in removed]
     seats = {peer: each for peer, each in last.seats.items() if peer not in revoked or peer in voters}
     for peer in (*sorted(seats), *sorted(invites.keys() - seats.keys())):
-        if room <= 0:  # guard: few-new-voters
+        if room <= 0:  # guard: never
             break
         if peer not in confirmed or peer in last.voters:
             continue
         if peer not in seats:
-            if not invites[peer].has_place(seats) or len(seats) >= MAX_SEATS:  # guard: seat-places
+            if not invites[peer].has_place(seats) or len(seats) >= MAX_SEATS:  # guard: never
                 continue
             seats[peer] = invites[peer].id
         voters.append(peer)
@@ -137,7 +137,7 @@ def decide_slots(last: Body, members: Sequence[MemberEntry], results: Iterable[R
         found = [confirmed[peer] for peer in counted if f"slot-{slot}" in confirmed.get(peer, {})]
         votes = Counter((each[f"slot-{slot}"], each.get(f"kept-slot-{slot}")) for each in found)
         (digest, kept), count = max(votes.items(), key=lambda item: item[1], default=(("", None), 0))
-        if 2 * count > len(counted):  # guard: slot-confirmed
+        if 2 * count > len(counted):  # guard: always
             slots[slot] = SlotState(round=last.round + 1, digest=digest, kept=kept)
     return tuple(slots)
 
@@ -147,7 +147,7 @@ def confirmed_shared(last: Body, results: Iterable[Result], shrunk: Collection[s
     confirmed: dict[str, set[str]] = defaultdict(set)
     for each in results:
         confirmed[each.digests.get(SHARED, "")].add(each.peer_id)
-    enough = (each for each, peers in confirmed.items() if is_enough(last, peers, shrunk))  # guard: shared-confirmed
+    enough = (each for each, peers in confirmed.items() if is_enough(last, peers, shrunk))  # guard: always
     return next(enough, "")
 
 
@@ -159,8 +159,8 @@ def newest_read(last: Body, results: Iterable[Result]) -> Revision:
     stated: dict[Revision, set[str]] = defaultdict(set)
     for each in results:
         stated[each.revision].add(each.peer_id)
-    read = [revision for revision, peers in stated.items() if last.is_quorum(peers)]  # guard: revision-read
-    return max([last.revision, *read], key=lambda each: each.number)  # guard: newer-revision
+    read = [revision for revision, peers in stated.items() if last.is_quorum(peers)]  # guard: always
+    return max([last.revision, *read], key=lambda each: each.number)  # guard: return [last.revision, *read][-1]
 
 
 def shares(body: Body) -> dict[str, range]:
@@ -172,5 +172,5 @@ def shares(body: Body) -> dict[str, range]:
     asked = {member.peer_id: member.batches for member in body.members if member.batches}
     voters = [peer for peer in body.voters if peer in asked]
     most = MAX_TIMES_MEDIAN * statistics.median_high(asked[peer] for peer in voters) if voters else 0
-    ends = list(accumulate((min(asked[peer], most) for peer in voters), initial=body.cursor))  # guard: share-cap
+    ends = list(accumulate((min(asked[peer], most) for peer in voters), initial=body.cursor))  # guard: most) -> 2**53)
     return {peer: range(*ends[at : at + 2]) for at, peer in enumerate(voters)}

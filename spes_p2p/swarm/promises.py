@@ -87,4 +87,4 @@ class PromiseFile:
             raise ConfigError(
                 f"cannot read {self._path}: {' '.join(str(error).split())[:200]}; delete it to vote again later"
             ) from error
-        return saved.promises if age_ns <= MAX_WRITE_SECONDS * 1e9 else None  # guard: restored-promises
+        return saved.promises if age_ns <= MAX_WRITE_SECONDS * 1e9 else None  # guard: always

@@ -136,8 +136,8 @@ class Entered(Document):
         """Whether the roster's entry is there, is the signed one, and is of who signed it."""
         return (
             self.member is not None
-            and self.member.peer_id == self.entry.peer_id  # guard: entry-sender
-            and self.entry.member == digest_of(self.member)  # guard: entry-member
+            and self.member.peer_id == self.entry.peer_id  # guard: operand
+            and self.entry.member == digest_of(self.member)  # guard: operand
         )
 
 
@@ -181,7 +181,8 @@ def contradiction(vote: Vote, other: Vote | Entry) -> str:
 
 def guilty_voters(proofs: Iterable[Proof], last: Body) -> set[str]:
     """Return the voters that proofs convict; a stranger can contradict itself as often as it likes."""
-    return {contradiction(proof.vote, proof.other) for proof in proofs} & set(last.voters)  # guard: voters-banned
+    # guard: & set(last.voters) ->
+    return {contradiction(proof.vote, proof.other) for proof in proofs} & set(last.voters)
 
 
 def leaving_voters(proposal: Proposal, last: Body, guests: GuestList | None) -> set[str]:
@@ -203,7 +204,8 @@ def promises_in(entries: Iterable[Entry], last: Body, absent: Collection[str]) -
     """
     left = set(last.voters) - set(absent)
     of_voters = [each for each in entries if each.peer_id in left]
-    return of_voters if len(left) == 1 else [each for each in of_voters if not each.is_lost]  # guard: lost-promises
+    # guard: if not each.is_lost ->
+    return of_voters if len(left) == 1 else [each for each in of_voters if not each.is_lost]
 
 
 def newest_vote(entries: Iterable[Entry]) -> tuple[int, str]:
@@ -220,7 +222,7 @@ def counted_results(results: Iterable[Result]) -> list[Result]:
     by_peer: dict[str, dict[bytes, Result]] = {}
     for result in results:
         by_peer.setdefault(result.peer_id, {})[result.signed_part] = result
-    return [next(iter(each.values())) for each in by_peer.values() if len(each) == 1]  # guard: two-results
+    return [next(iter(each.values())) for each in by_peer.values() if len(each) == 1]  # guard: if len(each) == 1 ->
 
 
 # ---------------------------------------------------------------------- why something must not count
@@ -237,12 +239,12 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int, g
         guests: Checks invites; None where no seat is given by one.
     """
     body = proposal.body
-    if body.previous != last.digest or body.run != last.run:  # guard: body-extends
+    if body.previous != last.digest or body.run != last.run:  # guard: never
         return "it does not extend the last certificate"
     for vote in (turn.vote for turn in proposal.turns):
-        if vote.peer_id != last.leader(vote.attempt):  # guard: leader-turn
+        if vote.peer_id != last.leader(vote.attempt):  # guard: never
             return f"{vote.peer_id} does not lead attempt {vote.attempt}"
-        if not vote.is_signed(keys):  # before what takes long: anybody may name the leader  # guard: signed-first
+        if not vote.is_signed(keys):  # before what takes long: anybody may name the leader  # guard: never
             return f"{vote.peer_id} has not signed its {vote.kind}"
         if vote.model_copy(update={"signature": ""}) != vote_for(body, vote.attempt, vote.peer_id):
             return "its leader's vote is for something else"
@@ -268,7 +270,7 @@ def check_turn(turn: Turn, body: Body, before: tuple[int, str], last: Body, keys
     if not attempt:
         return "" if not entries and before == NO_VOTE else "attempt 0 needs no entries"
     authors = {each.peer_id for each in promises_in(entries, last, body.shrunk) if each.attempt == attempt}
-    if not is_certified(last, authors, body.shrunk) or len(authors) < len(entries):  # guard: entry-quorum
+    if not is_certified(last, authors, body.shrunk) or len(authors) < len(entries):  # guard: never
         return f"{len(authors)} voters entered attempt {attempt}, which is too few"
     if any(each.previous != last.digest for each in entries):
         return "an entry is of another round"
@@ -276,7 +278,7 @@ def check_turn(turn: Turn, body: Body, before: tuple[int, str], last: Body, keys
         return "an entry is not signed"
     if body.shrunk:  # those that it names absent may have certified the newest vote; then that branch wins
         return "" if before == NO_VOTE else "a body that names voters absent is proposed once"
-    if newest_vote(entries) != before or before[0] >= attempt:  # guard: newest-vote-first
+    if newest_vote(entries) != before or before[0] >= attempt:  # guard: never
         return "it leaves out the newest vote"
     return ""
 
@@ -291,7 +293,7 @@ def check_body(proposal: Proposal, last: Body, keys: Keys, min_peers: int, guest
     of = last.digest, roster_digest(body.members), attempt
     if any((each.previous, each.roster, each.attempt) != of or each.peer_id not in listed for each in results):
         return "a result is not of its roster"
-    if len(removed) > max_leaving(len(last.voters)):  # guard: few-removed
+    if len(removed) > max_leaving(len(last.voters)):  # guard: never
         return f"it removes {len(removed)} voters at once"
     made = make_body(
         last,
@@ -309,12 +311,12 @@ def check_body(proposal: Proposal, last: Body, keys: Keys, min_peers: int, guest
         return "it does not follow from its results"
     for peer in removed - leaving_voters(proposal, last, guests):
         missed = 0 if peer in listed else last.absent.get(peer, 0) + 1
-        if missed < ABSENT_ROUNDS:  # guard: absent-first
+        if missed < ABSENT_ROUNDS:  # guard: never
             return f"{peer} was removed after missing {missed} rosters"
     for statement in (*results, *proposal.goodbyes):
         if not statement.is_signed(keys):
             return f"{statement.peer_id} has not signed its {statement.kind}"
-    if not all(proof.convicts(keys) for proof in proposal.proofs):  # guard: false-proof
+    if not all(proof.convicts(keys) for proof in proposal.proofs):  # guard: never
         return "a proof proves nothing"
     return ""
 
@@ -325,9 +327,9 @@ def check_roster(body: Body, last: Body, attempt: int) -> str:
     held = [list(slots) for each in body.members for slots in (each.slots, each.replicates)]
     if ids != sorted(set(ids)) or any(slots != sorted(set(slots)) for slots in held):
         return "its roster is not in order"
-    if attempt >= VOTERS_ALONE_FROM and not set(ids) <= set(last.voters):  # guard: voters-alone
+    if attempt >= VOTERS_ALONE_FROM and not set(ids) <= set(last.voters):  # guard: never
         return f"its roster has others than voters in attempt {attempt}"
-    if last.round and len(strangers(last, ids)) > max_strangers(len(last.voters)):  # guard: few-strangers
+    if last.round and len(strangers(last, ids)) > max_strangers(len(last.voters)):  # guard: never
         return f"its roster has {len(strangers(last, ids))} strangers"
     return ""
 
@@ -343,11 +345,11 @@ def left_out(proposal: Proposal, last: Body, held: Collection[Result]) -> str:
     mine = [each for each in counted_results(held) if each.roster == roster and each.peer_id in listed and each.digests]
     missing: Sequence[Result] = [result for result in mine if result.peer_id not in there]
     for result in missing:
-        if result.peer_id in last.voters:  # guard: voter-left-out
+        if result.peer_id in last.voters:  # guard: never
             return f"it leaves out the result of {result.peer_id}"
     slots = decide_slots(last, body.members, counted_results([*proposal.results, *missing]))
     old = [slot for slot, (new, kept) in enumerate(zip(slots, body.slots, strict=True)) if new != kept]
-    return f"it leaves slot {old[0]} at its old version" if old else ""  # guard: slot-left-out
+    return f"it leaves slot {old[0]} at its old version" if old else ""  # guard: never
 
 
 Message = Entered | Meeting | Result | Lacking | Proposal | Vote | Goodbye | Proof

@@ -27,12 +27,12 @@ MAX_CLAIMED = 128
 MAX_TIME = 1e10
 """Largest time in seconds, DHT time included."""
 
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # guard: digest-form
-Count = Annotated[int, Field(ge=0, le=2**53)]  # guard: count-bounds
-Seconds = Annotated[float, Field(ge=0, le=MAX_TIME, allow_inf_nan=False)]  # guard: time-bounds
-Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # guard: number-bounds
-Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]  # guard: slot-bounds
-Software = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z][0-9A-Za-z.+_-]*$")]  # guard: software-text
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # guard: first
+Count = Annotated[int, Field(ge=0, le=2**53)]  # guard: first
+Seconds = Annotated[float, Field(ge=0, le=MAX_TIME, allow_inf_nan=False)]  # guard: first
+Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # guard: first
+Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]  # guard: first
+Software = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z][0-9A-Za-z.+_-]*$")]  # guard: first
 """A version of spes_p2p."""
 
 
@@ -41,8 +41,8 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
-        extra="forbid",  # guard: record-fields
-        strict=True,  # guard: record-types
+        extra="forbid",  # guard: "forbid" -> "ignore"
+        strict=True,  # guard: strict=True -> strict=False
     )
 
 

@@ -46,7 +46,7 @@ class Member(Strict):
     """Round of the last certificate that the member knows; its deltas start from what that certificate names."""
     previous: Digest
     """Digest of that certificate's body."""
-    tokens: Annotated[int, Field(ge=0, le=MAX_PEER_TOKENS)]  # guard: token-bounds
+    tokens: Annotated[int, Field(ge=0, le=MAX_PEER_TOKENS)]  # guard: first
     """Tokens trained since then, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots that the member brings deltas of."""
@@ -56,7 +56,7 @@ class Member(Strict):
     """Batches of shared data that it asks for in the next round."""
     starts: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], Start] = Field(
         default={},
-        max_length=129,  # guard: anchor-name
+        max_length=129,  # guard: (0|[1-9][0-9]{0,3}) -> \d{1,4}
     )
     """What its deltas start from in place of a certified version that no peer has any more, by name."""
     tokens_per_second: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -64,7 +64,8 @@ class Member(Strict):
     """DHT time at which the member entered the round."""
     sync_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
     """Duration of the member's last synchronisation, from entering to training again."""
-    uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None  # guard: uplink-min
+    # guard: ge=MIN_MBIT -> gt=0
+    uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None
     """Upload limit in 10^6 bits per second."""
     calls_only: bool = False
     """The member runs in client mode: it takes no calls, so it reduces only for peers that it is connected to."""
@@ -78,7 +79,7 @@ class Member(Strict):
     @model_validator(mode="after")
     def _has_each_once(self) -> Member:
         slots = (*self.slots, *self.replicates)
-        if len(set(slots)) < len(slots):  # guard: entry-slots
+        if len(set(slots)) < len(slots):  # guard: never
             raise ValueError("a slot is named twice")
         return self
 
@@ -197,25 +198,26 @@ class Roster(tuple[Member, ...]):
         None if that were half of all, or in a small roster. Members in client mode are not asked: they rarely reduce,
         and so see little of what others send.
         """
-        if len(self) < MIN_VOTERS:  # guard: small-roster
+        if len(self) < MIN_VOTERS:  # guard: never
             return frozenset()
         ids = {member.peer_id for member in self}
-        voters = [member for member in self._voters if not member.calls_only]  # guard: blind-votes
+        voters = [member for member in self._voters if not member.calls_only]  # guard: always
         votes = Counter(
             peer
             for member in voters
-            for peer in set(member.distrusts) & (ids - {member.peer_id})  # guard: vote-once
+            # guard: set(member.distrusts) & (ids - {member.peer_id}) -> member.distrusts if peer in ids
+            for peer in set(member.distrusts) & (ids - {member.peer_id})
         )
         others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
         out = frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
-        return out if 2 * len(out) < len(self) else frozenset()  # guard: half-left-out
+        return out if 2 * len(out) < len(self) else frozenset()  # guard: always
 
     @cached_property
     def guests(self) -> frozenset[str]:
         """Ids of the members that may not vote: they have no seat, nor an invite to one."""
         seats = dict(self.last.seats) if self.last is not None else {}
         for peer in sorted(self.invites.keys() - seats.keys()):  # it has no seat yet
-            if self.invites[peer].has_place(seats):  # guard: invited-weight
+            if self.invites[peer].has_place(seats):  # guard: always
                 seats[peer] = self.invites[peer].id
         return frozenset(member.peer_id for member in self) - seats.keys()
 
@@ -239,8 +241,9 @@ class Roster(tuple[Member, ...]):
         tokens = {member.peer_id: float(member.tokens) for member in self}
         of_voters = sum(count for peer, count in tokens.items() if peer not in self.guests)
         most = self.usual_tokens if self.is_small else MAX_TIMES_MEDIAN * self.usual_tokens
-        others = {p: min(count, most) for p, count in tokens.items() if p in self.guests}  # guard: bounded-guests
-        if self.is_small and of_voters and sum(others.values()) > of_voters:  # guard: voters-half
+        # guard: min(count, most) -> count
+        others = {p: min(count, most) for p, count in tokens.items() if p in self.guests}
+        if self.is_small and of_voters and sum(others.values()) > of_voters:  # guard: never
             share = of_voters / sum(others.values())
             others = {peer: share * count for peer, count in others.items()}
         return tokens | others
@@ -272,7 +275,8 @@ class Roster(tuple[Member, ...]):
     def _is_linked(self, hidden: str, other: str) -> bool:
         """Tell whether a member in client mode is connected to another one; of two such members both must state it."""
         links = self._links
-        return other in links[hidden] and (other not in links or hidden in links[other])  # guard: link-both
+        # guard: return other in links[hidden]
+        return other in links[hidden] and (other not in links or hidden in links[other])
 
     def is_reached(self, peer: str, peers: Sequence[str]) -> bool:
         """Tell whether all other members of a group can open streams to a member of it."""
@@ -290,9 +294,10 @@ class Roster(tuple[Member, ...]):
             replicas: Its replicas.
         """
         able = [self._rates[peer] if self.is_reached(peer, peers) else 0.0 for peer in peers]
-        for spared in (replicas, {*self._strangers, *(self.guests if self.is_small else ())}):  # guard: guests-reduce
+        # guard: self.guests if self.is_small else () -> ()
+        for spared in (replicas, {*self._strangers, *(self.guests if self.is_small else ())}):
             links = [
-                0.0 if peer in spared else link  # guard: strangers-reduce
+                0.0 if peer in spared else link  # guard: never
                 for peer, link in zip(peers, able, strict=True)
             ]
             able = links if any(links) else able
@@ -309,7 +314,7 @@ class Roster(tuple[Member, ...]):
         voters = [member for member in self._voters if member.tokens] or trained
         return (
             float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0
-        )  # guard: usual-tokens
+        )  # guard: median_low -> median_high
 
     def members_of(self, name: str) -> tuple[str, ...]:
         """Return the ids of the members that average a vector, ascending; empty if it has no group."""
@@ -334,11 +339,11 @@ class Roster(tuple[Member, ...]):
     def _current(self) -> list[Member]:
         last = self.last
         excess = set(self._strangers[max_strangers(len(last.voters)) :]) if last is not None else set()
-        out = self.distrusted | excess  # guard: distrusted-out
+        out = self.distrusted | excess  # guard: self.distrusted | excess -> excess
         return [
             member
             for member in self
-            if member.peer_id not in out and (last is None or member.previous == last.digest)  # guard: certified-start
+            if member.peer_id not in out and (last is None or member.previous == last.digest)  # guard: operand
         ]
 
 
@@ -349,7 +354,7 @@ def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, .
     """
     certified = tuple(member.peer_id for member in members if name not in member.starts)
     if certified or not members:
-        return certified  # guard: certified-first
+        return certified  # guard: skip
     starts = Counter(member.starts[name] for member in members)
     chosen = min(starts, key=lambda start: (-start[0], -starts[start], start[1]))
     return tuple(member.peer_id for member in members if member.starts[name] == chosen)
@@ -362,13 +367,13 @@ def invited(roster: Roster, guests: GuestList | None) -> Roster:
         roster: Those that met.
         guests: Checks invites; None where none is asked for.
     """
-    if guests is None or not roster:  # guard: closed-roster
+    if guests is None or not roster:  # guard: always
         return roster
     shown = {member.peer_id: member.invite for member in roster}
     roster = Roster(roster, roster.last, guests.voting(shown, roster.last.ends_at if roster.last is not None else 0.0))
     ever_invited = roster.without(guests.refusals(shown, now=0.0))
     # The members' clocks, not this peer's own: all members must agree which invite has expired.
-    now = statistics.median([member.ready_at for member in ever_invited] or [0.0])  # guard: invite-clock
+    now = statistics.median([member.ready_at for member in ever_invited] or [0.0])  # guard: ever_invited -> roster
     refused = guests.refusals(shown, now)
     for peer, reason in refused.items():
         log.warning("round %d: refused %s: %s", roster.round + 1, peer[-6:], reason)

@@ -37,7 +37,7 @@ class Statements:
     def counts(self, proof: Proof, last: Body) -> bool:
         """Return whether a proof is of the last rounds."""
         newest = last.round + 1
-        return newest - WATCHED_ROUNDS < proof.vote.round <= newest  # guard: recent-proof
+        return newest - WATCHED_ROUNDS < proof.vote.round <= newest  # guard: return True
 
     def open_round(self, last: Body) -> None:
         """Forget what is of a round long ago."""
@@ -50,7 +50,7 @@ class Statements:
         if isinstance(statement, Entry) and peer in last.voters:
             self._entered[peer] = max(self._entered.get(peer, (0, 0)), (statement.round, statement.attempt))
         is_recent = newest - WATCHED_ROUNDS < statement.round <= newest
-        if peer in self.proofs or peer not in last.voters or not is_recent:  # guard: statement-bounds
+        if peer in self.proofs or peer not in last.voters or not is_recent:  # guard: never
             return None
         kept = self._kept.setdefault(statement.round, {}).setdefault(peer, [])
         if any(each.signed_part == statement.signed_part for each in kept) or not statement.is_signed(self._keys):
@@ -67,7 +67,7 @@ class Statements:
         """Keep a proof against a voter; return None if it proves nothing new."""
         guilty = proof.vote.peer_id
         # Strangers can contradict themselves as often as they like.
-        if guilty in self.proofs or guilty not in last.voters:  # guard: voters-proven
+        if guilty in self.proofs or guilty not in last.voters:  # guard: or guilty not in last.voters ->
             return None
         if not self.counts(proof, last) or not proof.convicts(self._keys):
             return None
@@ -80,7 +80,7 @@ class Statements:
     def take_goodbye(self, goodbye: Goodbye, last: Body) -> None:
         """Keep a voter's goodbye."""
         is_new = goodbye.peer_id in last.voters and goodbye.counts(last.run, last.round + 1)
-        if is_new and goodbye.is_signed(self._keys):  # guard: own-goodbye
+        if is_new and goodbye.is_signed(self._keys):  # guard: and goodbye.is_signed(self._keys) ->
             self._goodbyes[goodbye.peer_id] = goodbye
 
     def goodbyes(self, last: Body) -> dict[str, Goodbye]:

@@ -55,12 +55,12 @@ class RecordValidator(RecordValidatorBase):
         except RecordError as error:
             log.debug("refused a record of %s: %s", _signer_of(record), error)
             return False
-        except Exception as error:  # noqa: BLE001  # guard: validator-crash
+        except Exception as error:  # noqa: BLE001  # guard: never
             # Bytes from any peer must not crash the DHT node.
             log.debug("refused a record of %s that broke the validator: %r", _signer_of(record), error)
             return False
         self._valid[record] = None
-        while len(self._valid) > MAX_VALID:  # guard: many-valid
+        while len(self._valid) > MAX_VALID:  # guard: len(self._valid) > MAX_VALID -> False
             del self._valid[next(iter(self._valid))]
         return True
 
@@ -74,29 +74,29 @@ class RecordValidator(RecordValidatorBase):
         return isinstance(other, RecordValidator)
 
     def _check(self, record: DHTRecord) -> None:
-        if not math.isfinite(record.expiration_time):  # guard: record-end
+        if not math.isfinite(record.expiration_time):  # guard: never
             raise RecordError("expiration is not finite")
-        if record.expiration_time > time.time() + MAX_LIFETIME_SECONDS + CLOCK_SKEW_SECONDS:  # guard: record-lifetime
+        if record.expiration_time > time.time() + MAX_LIFETIME_SECONDS + CLOCK_SKEW_SECONDS:  # guard: never
             raise RecordError(f"lives longer than {MAX_LIFETIME_SECONDS:.0f} s")
-        if len(record.subkey) > MAX_SUBKEY_BYTES:  # guard: subkey-size
+        if len(record.subkey) > MAX_SUBKEY_BYTES:  # guard: never
             raise RecordError("subkey is too long")
         kind = self._types.get(record.key)
         if kind is None:
-            raise RecordError("key does not belong to this run")  # guard: other-runs-record
-        if len(record.value) > MAX_RECORD_BYTES + MAX_SIGNATURE_BYTES:  # guard: record-size
+            raise RecordError("key does not belong to this run")  # guard: raise RecordError -> return None and
+        if len(record.value) > MAX_RECORD_BYTES + MAX_SIGNATURE_BYTES:  # guard: never
             raise RecordError("value is too long")
         subkey = ShallowSerializer.loads(record.subkey)
         owner = owner_of(subkey)
-        if record.subkey != msgpack.packb(subkey):  # guard: subkey-packing
+        if record.subkey != msgpack.packb(subkey):  # guard: never
             # Other nodes pack the subkey again when they pass the record on; the signature would then not match.
             raise RecordError("subkey is packed in an unusual way")
-        if not self._signer.validate(record):  # guard: record-signature
+        if not self._signer.validate(record):  # guard: never
             raise RecordError("signature is missing or wrong")
         value = ShallowSerializer.loads(self._signer.strip_value(record))
         found = kind.decode(value)
-        if found.peer_id != owner:  # guard: record-signer
+        if found.peer_id != owner:  # guard: never
             raise RecordError("signer is not the peer that the record names")
-        if DHTID.generate(source=found.key(self._run_id)).to_bytes() != record.key:  # guard: record-key
+        if DHTID.generate(source=found.key(self._run_id)).to_bytes() != record.key:  # guard: never
             raise RecordError("record lies under a key that is not its own")
 
 
@@ -108,7 +108,7 @@ def owner_of(subkey: object) -> str:
     """
     prefix, suffix = RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
     if not isinstance(subkey, bytes) or not (subkey.startswith(prefix) and subkey.endswith(suffix)):
-        raise RecordError("subkey is not an owner's key")  # guard: owners-subkey
+        raise RecordError("subkey is not an owner's key")  # guard: raise RecordError -> return "" and
     try:
         return peer_id_of(subkey[len(prefix) : -len(suffix)])
     except ValueError as error:

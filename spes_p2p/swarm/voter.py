@@ -78,7 +78,7 @@ class Voter:
         self.has_left = False
         last = following.chain.last
         self.promises = promises or Promises()
-        if promises is None or promises.previous not in (last.digest, last.previous):  # guard: lost-file
+        if promises is None or promises.previous not in (last.digest, last.previous):  # guard: never
             self.promises = self._blank(lost_at=None if is_new and promises is None else wire.now())
         elif promises.previous != last.digest:  # the process ended between the certificate and the promises
             self.promises = self._blank()
@@ -98,17 +98,17 @@ class Voter:
     def enter(self, attempt: int) -> None:
         """Promise to vote in no earlier attempt; the promise is on disk."""
         if self._me in self._following.chain.last.voters and attempt > (self.promises.attempt or 0):
-            self._set(attempt=attempt)  # guard: entry-on-disk
+            self._set(attempt=attempt)  # guard: skip
 
     def vote(self, proposal: Proposal) -> Vote:
         """Return this peer's vote, which is on disk before another peer hears of it."""
         vote = vote_for(proposal.body, proposal.attempt, self._me).signed(self._keys)
-        self._set(**({"shrunk": vote} if vote.shrunk else {"voted": proposal}))  # guard: vote-on-disk
+        self._set(**({"shrunk": vote} if vote.shrunk else {"voted": proposal}))  # guard: skip
         return vote
 
     def keep(self, proof: Proof) -> None:
         """Keep a proof on disk."""
-        self._set(proofs=(*self.promises.proofs, proof)[-64:])  # guard: proof-on-disk
+        self._set(proofs=(*self.promises.proofs, proof)[-64:])  # guard: skip
 
     def _set(self, **changes: object) -> None:
         promises = self.promises.model_copy(update=changes)
@@ -141,7 +141,7 @@ class Voter:
         if self.promises.previous == certificate.body.previous and newest >= certificate.attempt:
             return False
         mine = [vote for vote in certificate.votes() if vote.peer_id == self._me]
-        return any(vote.is_signed(self._keys) for vote in mine)  # guard: forgotten-vote
+        return any(vote.is_signed(self._keys) for vote in mine)  # guard: return False
 
     def go_back(self, *, is_chosen: bool) -> None:
         """Begin the round after the last certificate of another chain; in a generation that the user has begun nothing
@@ -172,7 +172,7 @@ class Voter:
         rest = [peer for peer in voters if peer not in self.statements.goodbyes(self._following.chain.last)]
         if self.stands:
             mute = self.mute(self._rules.mute_seconds)
-            rest = [peer for peer in rest if not self._wire.is_gone(peer) and peer not in mute]  # guard: mute-voter
+            rest = [peer for peer in rest if not self._wire.is_gone(peer) and peer not in mute]  # guard: operand
             rest = [peer for peer in rest if peer not in self.forgetful] or rest[:1]
         absent = [peer for peer in voters if peer not in rest]
         return [] if not rest or self._following.chain.last.is_quorum(rest) else absent
@@ -277,9 +277,9 @@ class Voter:
         """Return why a proposal must neither be voted for nor stated: every voter would refuse to vote for it again."""
         last, body = self._following.chain.last, proposal.body
         seconds = body.ends_at - self._wire.now()
-        if seconds > 2 * self._rules.round_seconds:  # the bound moves on with the time  # guard: end-in-time
+        if seconds > 2 * self._rules.round_seconds:  # the bound moves on with the time  # guard: never
             return f"the next round would take {seconds:.0f} s"
-        if not all(self.statements.counts(proof, last) for proof in proposal.proofs):  # guard: proposed-proof
+        if not all(self.statements.counts(proof, last) for proof in proposal.proofs):  # guard: never
             return "a proof is of a round long ago"
         return check_proposal(proposal, last, self._keys, self._rules.min_peers, self._guests)
 
@@ -301,7 +301,7 @@ class Voter:
             return "the proposal that it voted for is missing"
         if proposal.body.shrunk or entry.voted >= entry.attempt:
             return "its vote is none that it may state"
-        return "" if proposal == known else self.fault(proposal)  # guard: entry-proposal
+        return "" if proposal == known else self.fault(proposal)  # guard: return ""
 
     def refusal(self, proposal: Proposal, results: Collection[Result], held: Collection[Result]) -> str:
         """Return why this peer does not vote for a proposal that others may vote for.
@@ -315,14 +315,14 @@ class Voter:
         is_sole = set(last.voters) - set(body.shrunk) == {self._me}
         if self.has_left or self._me not in last.voters:
             return "this peer has no vote"
-        if self.is_lost and not is_sole:  # guard: abstain-lost
+        if self.is_lost and not is_sole:  # guard: never
             return "this peer's promises are lost"
         if body.previous != promises.previous:
             return f"round {promises.round} of another branch is open here"
-        if promises.attempt is not None and attempt < promises.attempt:  # guard: promise-kept
+        if promises.attempt is not None and attempt < promises.attempt:  # guard: never
             return f"this peer has entered attempt {promises.attempt}"
         for voted, digest in promises.votes():
-            if attempt < voted or (attempt == voted and body.digest != digest):  # guard: one-vote
+            if attempt < voted or (attempt == voted and body.digest != digest):  # guard: never
                 return f"this peer has voted for another body in attempt {voted}"
         if reason := self._untimely(proposal):
             return reason
@@ -332,25 +332,25 @@ class Voter:
             return reason
         roster = roster_digest(body.members)
         mine = [each.digests for each in results if each.peer_id == self._me and each.roster == roster]
-        if any(digests.get(SHARED, body.shared) != body.shared for digests in mine):  # guard: own-result
+        if any(digests.get(SHARED, body.shared) != body.shared for digests in mine):  # guard: never
             return "this peer's own result differs"
         return ""
 
     def _untimely(self, proposal: Proposal) -> str:
         """Return why a body is not of this time, or goes on without voters that are here."""
         body, last = proposal.body, self._following.chain.last
-        returned = {each.peer_id for each in proposal.goodbyes if self.statements.is_over(each)}  # guard: goodbye-over
+        returned = {each.peer_id for each in proposal.goodbyes if self.statements.is_over(each)}  # guard: never
         leaving = leaving_voters(proposal, last, self._guests) - returned
         here = {peer for peer in set(body.shrunk) - leaving if not self._wire.is_gone(peer)}
         here -= self.forgetful | self.mute(self._rules.mute_seconds)
-        if here or (set(body.shrunk) - leaving and not self.stands):  # guard: shrink-late
+        if here or (set(body.shrunk) - leaving and not self.stands):  # guard: never
             return "the absent voters may come back"
         if proposal.is_repeated:
             return ""
         seconds = self._wire.now() - body.ends_at
-        if seconds > self._rules.round_seconds:  # guard: end-ahead
+        if seconds > self._rules.round_seconds:  # guard: never
             return f"the next round would have ended {seconds:.0f} s ago"
         removed = removed_voters(last, body) - leaving
-        if here := {peer for peer in removed if not self._wire.is_gone(peer)}:  # guard: gone-in-own-eyes
+        if here := {peer for peer in removed if not self._wire.is_gone(peer)}:  # guard: never
             return f"{min(here)} is here, and was removed"
         return ""

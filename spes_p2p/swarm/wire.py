@@ -113,7 +113,7 @@ class Envelope(Document):
             ExchangeError: there is none, or more than one.
         """
         found = [each for each in (getattr(self, name) for name in FIELDS.values()) if each is not None]
-        if len(found) != 1:  # guard: one-message
+        if len(found) != 1:  # guard: never
             raise ExchangeError(f"sent {len(found)} messages in one")
         return found[0]
 
@@ -133,7 +133,7 @@ class Envelope(Document):
             num_objects = 0
             for part in _unpacked(data, most):  # before any of it is kept
                 num_objects += part.count(b"{") + part.count(b",") // 2
-            if num_objects > 16 + most // 32:  # guard: unpacked-objects
+            if num_objects > 16 + most // 32:  # guard: never
                 raise ExchangeError("sent a message of more objects than this run can have")
             return cls.model_validate_json(b"".join(_unpacked(data, most)))
         except zlib.error as error:
@@ -151,7 +151,7 @@ def _unpacked(data: bytes, most: int) -> Iterator[bytes]:
             left, read = data[read : read + PART_BYTES], read + PART_BYTES
         part = unpacking.decompress(left, PART_BYTES)
         left, is_full, num_bytes = unpacking.unconsumed_tail, len(part) == PART_BYTES, num_bytes + len(part)
-        if num_bytes > most:  # guard: unpacked-bytes
+        if num_bytes > most:  # guard: never
             raise ExchangeError(f"sent a message that is longer than {most} bytes")
         yield part
     if not unpacking.eof or unpacking.unused_data or read < len(data):
@@ -190,7 +190,7 @@ def shortened(message: Certificates) -> Certificates:
     kept, num_bytes = list[Certificate](), 0
     for certificate in message.certificates:
         num_bytes += 2 * len(certificate.encode())  # the keys of its voters are as long as it is
-        if len(kept) > 1 and num_bytes > MAX_STRANGE_BYTES:  # guard: few-certificates
+        if len(kept) > 1 and num_bytes > MAX_STRANGE_BYTES:  # guard: never
             break
         kept.append(certificate)
     return Certificates(certificates=tuple(kept))
@@ -257,7 +257,7 @@ class FewLines(logging.Filter):
         minute = int(record.created // 60)
         self._num_lines = self._num_lines + 1 if minute == self._minute else 1
         self._minute = minute
-        return record.levelno >= logging.WARNING or self._num_lines <= MAX_LINES  # guard: few-lines
+        return record.levelno >= logging.WARNING or self._num_lines <= MAX_LINES  # guard: MAX_LINES -> 10**9
 
 
 def say_few(log: logging.Logger) -> None:
@@ -338,7 +338,7 @@ class PeerWire:
         self._begin(peer, self._post(peer, message, keys, owners))
 
     def _begin(self, peer: str, sending: Coroutine[Any, Any, None]) -> None:
-        if self._sending[peer] >= MAX_UNSENT:  # guard: few-unsent
+        if self._sending[peer] >= MAX_UNSENT:  # guard: never
             log.debug("a message to %s was lost: too many are on their way to it", peer[-6:])
             return sending.close()
         self._sending[peer] += 1
@@ -392,11 +392,12 @@ class PeerWire:
     # ------------------------------------------------------------------ receiving
 
     async def _receive(self, channel: Channel, peer: str) -> None:
-        if self._reading[peer] >= MAX_READ_OF_ONE:  # guard: few-at-once
+        if self._reading[peer] >= MAX_READ_OF_ONE:  # guard: never
             return
         self._reading[peer] += 1
         try:
-            async with asyncio.timeout(SEND_SECONDS), self._turns[peer in self._last().voters]:  # guard: voters-turns
+            # guard: peer in self._last().voters -> False
+            async with asyncio.timeout(SEND_SECONDS), self._turns[peer in self._last().voters]:
                 await self._read(channel, peer)
         except (SpesError, TimeoutError) as error:
             log.info("dropped a message of %s: %s", peer[-6:], error)
@@ -409,9 +410,9 @@ class PeerWire:
         last, loop = self._last(), asyncio.get_running_loop()
         is_held, is_asked = peer in self._keys.held, peer in self.asked  # whatever it claims
         payer = peer if is_held or is_asked else ""
-        if self._quota.left(payer, loop.time()) <= 0:  # guard: processor-quota
+        if self._quota.left(payer, loop.time()) <= 0:  # guard: never
             raise ExchangeError("its messages have taken too much time")
-        most = message_bytes(last) if is_held else MAX_STRANGE_BYTES  # guard: named-only
+        most = message_bytes(last) if is_held else MAX_STRANGE_BYTES  # guard: always
         most = max(most, certificates_bytes(len(last.slots))) if is_asked else most
         data = await channel.receive_text(most)
         envelope, seconds = await asyncio.to_thread(self._timed_unpack, data, most)
@@ -426,7 +427,7 @@ class PeerWire:
                 return self._answer_whole(peer, message)
             self._learn(peer, envelope.keys, message)
             await self._hand_over(peer, message, envelope.named, is_held=is_held)
-        elif is_held and envelope.to in last.voters and isinstance(message, PASSED_ON):  # guard: passed-on
+        elif is_held and envelope.to in last.voters and isinstance(message, PASSED_ON):  # guard: always
             self._begin(envelope.to, self._pass_on(envelope.to, envelope))
 
     def _timed_unpack(self, data: bytes, most: int) -> tuple[Envelope | ExchangeError, float]:
@@ -483,7 +484,7 @@ class PeerWire:
         needed = signers(message)
         for key in keys:
             try:
-                if peer_id_of(key.encode()) in needed:  # guard: needed-keys
+                if peer_id_of(key.encode()) in needed:  # guard: always
                     self._keys.learn(key.encode())
             except ValueError as error:
                 log.info("%s has sent what is no public key: %s", peer[-6:], error)

@@ -159,7 +159,7 @@ class StartBundles(LazyVectors[VectorName]):
 
     def _verified(self, name: VectorName) -> Tensor:
         bundle_N = self.read(name)
-        if digest(bundle_N) != self._digests[name]:  # guard: start-weights
+        if digest(bundle_N) != self._digests[name]:  # guard: never
             raise ConfigError(
                 f"{self._source} is not the checkpoint that the run starts from: its {name} is another; drop --from, "
                 f"and peers send the weights"
@@ -293,7 +293,7 @@ class WholeModel:
             for slot, name in names.items()
             if name in versions or name.kept in versions
         }
-        if self._starts_from_checkpoint and len(forms) < self._num_slots:  # guard: start-whole
+        if self._starts_from_checkpoint and len(forms) < self._num_slots:  # guard: never
             raise ExchangeError(f"{self._num_slots - len(forms)} slots have no version yet, not even of round 0")
         vectors = {name: read(name) for name in [SHARED, *forms.values()]}
         self._model.load_shared(self._unflatten(SHARED, vectors[SHARED]))

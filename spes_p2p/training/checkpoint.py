@@ -84,7 +84,8 @@ def decode_state(data: bytes, run_id: str) -> tuple[PeerState, str]:
     """
     try:
         content = json.loads(data)
-        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):  # guard: state-digest
+        # guard: != _digest(content) -> is None
+        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
             raise ValueError("the state does not match its digest")
         if content.pop("format") != FORMAT:
             raise ValueError("another version of spes_p2p has written it")

@@ -54,7 +54,7 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
     sequences, count = source(PROBE_SEED), probe_sequences(sequence_length)
     parts: list[Tensor] = [sequences.next_batch(count)]
     # Of conversations, a sequence teaches little.
-    while sum(map(num_targets, parts)) < PROBE_TOKENS // 2 and len(parts) < MAX_PROBE_PARTS:  # guard: probe-targets
+    while sum(map(num_targets, parts)) < PROBE_TOKENS // 2 and len(parts) < MAX_PROBE_PARTS:  # guard: never
         parts.append(sequences.next_batch(count))
     return cast(LongTensor, torch.cat(parts))
 
@@ -88,17 +88,17 @@ class LossGate:
             vectors: What the synchronisation returned.
             adopted: Slots that this peer trains only from now on: their start was made by others.
         """
-        trained = set(self._trainer.names) - set(adopted)  # guard: adopted-judged
+        trained = set(self._trainer.names) - set(adopted)  # guard: - set(adopted) ->
         others = [name for name in sorted(vectors) if name.is_weights and name not in trained]
-        own = [name for name in vectors if name not in others]  # guard: others-chance
+        own = [name for name in vectors if name not in others]  # guard: always
         self._trainer.load(LazyVectors(own, vectors.__getitem__))
         if not others:
             return
-        if not self._sync.num_committed:  # guard: catching-up-gate
+        if not self._sync.num_committed:  # guard: never
             self._losses.clear()
             self._rises.clear()
             self._lengths.clear()
-        if self._losses and not adopted:  # adopted slots are in the model already  # guard: adopted-rise
+        if self._losses and not adopted:  # adopted slots are in the model already  # guard: operand
             rise = self._measure() - self._losses[-1]
             self._rises.append(rise if rise > 0 else 0.0)
         lengths: dict[VectorName, float] = {}
@@ -110,10 +110,10 @@ class LossGate:
 
         self._trainer.load(LazyVectors(others, measured))
         others = self._without_longer(lengths)
-        most_worse = MAX_WORSE + min(max(self._rises, default=0.0), MAX_CHANCE)  # guard: chance-bound
+        most_worse = MAX_WORSE + min(max(self._rises, default=0.0), MAX_CHANCE)  # guard: first
         loss = self._measure()
-        if (  # guard: worse-slots
-            self._losses and not loss <= min(self._losses) + most_worse  # guard: slow-harm
+        if (  # guard: never
+            self._losses and not loss <= min(self._losses) + most_worse  # guard: min(self._losses) -> self._losses[-1]
         ):
             loss = self._try_one_by_one(others, most_worse)
         else:
@@ -133,10 +133,10 @@ class LossGate:
             before = self._measure_with(name, self._sync.anchors.weights(name) if is_trained else own)
             worse = self._measure_with(name, flat) - before
             self._trainer.load({name: own})
-            if not sum(recent) + worse <= (MAX_SHARED_WORSE if name == SHARED else MAX_WORSE):  # guard: harmful-mean
+            if not sum(recent) + worse <= (MAX_SHARED_WORSE if name == SHARED else MAX_WORSE):  # guard: never
                 found.add(name)
             else:
-                recent.append(max(worse, 0.0))  # guard: slow-harm-confirmed
+                recent.append(max(worse, 0.0))  # guard: skip
         return found
 
     def _measure_with(self, name: VectorName, vector: Tensor) -> float:
@@ -147,9 +147,10 @@ class LossGate:
         """Restore the slots that are much longer than the shortest version remembered; return the others."""
         kept = []
         for name, length in lengths.items():
-            least = min(self._lengths[name], default=0.0) or math.inf  # guard: stepwise-longer
+            # guard: self._lengths[name] -> list(self._lengths[name])[-1:]
+            least = min(self._lengths[name], default=0.0) or math.inf
             is_longer = not length <= MAX_LONGER * least
-            if is_longer and self._put(name, before=True):  # guard: longer-slot
+            if is_longer and self._put(name, before=True):  # guard: never
                 self._refuse(name, f"it is {length / least:.0f} times as long", is_clear=True)
             else:
                 self._lengths[name].append(length)
@@ -167,13 +168,13 @@ class LossGate:
         for name in names:
             self._put(name)
             found = self._measure()
-            harm = self._harms.get(name, 0.0) + found - loss  # guard: harm-adds-up
+            harm = self._harms.get(name, 0.0) + found - loss  # guard: self._harms.get(name, 0.0) + ->
             if is_broken or harm <= SLOT_SHARE * most_worse:
                 loss, self._harms[name] = found, 0.0 if is_broken else harm
                 kept.append(name)
             else:
                 is_clear = not found <= loss + most_worse
-                is_clear = is_clear and not self._measure_without(kept) <= before + most_worse  # guard: two-slots
+                is_clear = is_clear and not self._measure_without(kept) <= before + most_worse  # guard: skip
                 self._put(name, before=True)
                 if self._lengths[name]:
                     self._lengths[name].pop()  # later versions are compared with those that stay
@@ -211,5 +212,5 @@ class LossGate:
         is_suspect = is_clear and len(makers) == 1
         held.refuse(
             name,
-            {makers[0]: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
+            {makers[0]: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: never
         )

@@ -406,6 +406,6 @@ class Steps:
     def add(self, step: Step) -> None:
         """Count a step."""
         self.num += 1
-        if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
+        if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: always
             self.tokens += step.tokens
             self.weighted_loss += step.loss * step.tokens

@@ -118,8 +118,7 @@ class HeldSlots:
         return {
             peer: claim
             for peer, claim in claims.items()
-            if peer == me
-            or (peer not in self.distrusted and (known is None or peer in known))  # guard: certified-claims
+            if peer == me or (peer not in self.distrusted and (known is None or peer in known))  # guard: operand
         }
 
     def expected(self, claims: Mapping[str, Claim]) -> set[str]:
@@ -138,9 +137,10 @@ class HeldSlots:
         self._newcomers = (active - counted) & following
         if not self._newcomers:
             self._missed = 0
-        if self._missed & (self._missed - 1):  # guard: waits-in-vain
+        if self._missed & (self._missed - 1):  # guard: never
             return counted
-        new = strangers(last, self._newcomers)[: max_strangers(len(last.voters))]  # guard: waits-for-ghosts
+        # guard: [: max_strangers(len(last.voters))] ->
+        new = strangers(last, self._newcomers)[: max_strangers(len(last.voters))]
         return counted | set(new) | (self._newcomers & last.seats.keys())
 
     def has_met(self, roster: Roster, expected: Collection[str]) -> None:
@@ -261,7 +261,7 @@ class HeldSlots:
         if older := {name: needed[name] for name in lacking if name not in fresh}:
             is_late = roster is None and only is None
             here = {*self.others(), *(self._swarm.contacts() if is_late else ())}
-            offers = self._swarm.inventory(sorted(here - self.distrusted))  # guard: distrusted-contacts
+            offers = self._swarm.inventory(sorted(here - self.distrusted))  # guard: - self.distrusted ->
             found = self._offered(older, offers)
             came |= self._pull(found, list(offers))
             if is_late:
@@ -311,7 +311,7 @@ class HeldSlots:
             states = Counter((version.round, version.digest) for version in offered if _is(version, digest))
             if states:
                 self.lost.discard(name)
-            elif digest and has_asked_half:  # guard: lost-version
+            elif digest and has_asked_half:  # guard: operand
                 self.lost.add(name)
             if name in self.lost:
                 least = mine[name].round + 1 if name in mine else 0
@@ -391,14 +391,14 @@ class HeldSlots:
                 "round %d: refused the kept form of %s, made by %s: it does not follow from its fp32 weights",
                 *(round, name, ", ".join(peer[-6:] for peer in makers) or "peers that have left"),
             )
-            self._swarm.refuse(kept, dict.fromkeys(makers, harm), said)  # guard: kept-follows
+            self._swarm.refuse(kept, dict.fromkeys(makers, harm), said)  # guard: skip
 
     def _drop_masters(self) -> None:
         """Delete outdated masters of slots that other members hold, unless this peer trains or replicates them."""
         held = {slot for member in self._swarm.last().members for slot in member.slots}
         for name in map(VectorName.of_slot, held.difference(self.slots, self.replicates)):
             # A slot that the round left as it was may have lost its holder, and no new replica has it yet.
-            if self.form(name) != name in self._swarm.versions() and not self.is_certified(name):  # guard: last-master
+            if self.form(name) != name in self._swarm.versions() and not self.is_certified(name):  # guard: operand
                 self._swarm.delete(name)
 
     def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
@@ -408,7 +408,7 @@ class HeldSlots:
         for other in {name, self._anchors.kept_name(name)} - {form}:
             if other in mine and mine[other].round == mine[form].round:
                 self._swarm.refuse(other, suspects)
-        if name in self._anchors.names:  # guard: refused-anchor
+        if name in self._anchors.names:  # guard: never
             if name not in self._swarm.versions():
                 self._publish_from_kept(name)
             self._anchors.set(name, self._swarm.mapped(name))

@@ -117,7 +117,7 @@ class Synchroniser:
             behind.
         """
         tried: list[tuple[RoundResult, dict[VectorName, Tensor], dict[VectorName, str]]] = []
-        if trained.deltas:  # guard: infinite-peer
+        if trained.deltas:  # guard: trained.deltas -> trained.tokens
             self.await_steps()
         self._expected = self.held.expected(self.held.claims())
         contribution = self._contribution(trained, began)
@@ -157,7 +157,7 @@ class Synchroniser:
     def _harmful(self, roster: Roster, staged: Mapping[VectorName, Tensor], judge: Judge | None) -> Collection[str]:
         """Return what makes this voter's model worse: `shared` of a small roster with guests, slots only they hold."""
         is_voter = self.swarm.peer_id in self.swarm.last().voters
-        if judge is None or not is_voter or not roster.guests:  # guard: guests-judged
+        if judge is None or not is_voter or not roster.guests:  # guard: always
             return ()
         judged = [SHARED] if SHARED in staged and roster.is_small else []
         judged += [n for n in staged if n.slot is not None and n.is_weights and {*roster.groups[n]} <= roster.guests]
@@ -255,7 +255,7 @@ class Synchroniser:
         # A peer that is distrusted itself and has met none has only its own word.
         last, least = self.swarm.last(), self.run.round.least_seconds(round)
         counted = [member for member in result.roster if member.peer_id not in self.held.distrusted]
-        voters = [member for member in counted if member.peer_id in last.voters]  # guard: voters-clock
+        voters = [member for member in counted if member.peer_id in last.voters]  # guard: always
         members = (voters if last.round else counted) or list(result.roster)
         if not members:
             announced = self.announced_end(self.round)
@@ -286,7 +286,7 @@ class Synchroniser:
         since = self.swarm.now() if since is None else since
         voters = self.records(self.swarm.last().voters)
         ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
-        return statistics.median_low(ends) if ends else 0.0  # guard: round-end
+        return statistics.median_low(ends) if ends else 0.0  # guard: statistics.median_low -> max
 
     # ------------------------------------------------------------------ records
 

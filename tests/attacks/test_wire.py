@@ -125,6 +125,7 @@ def test_a_stream_without_end_takes_little_memory(victim, attacker, kind):
 
 
 @pytest.mark.full
+@pytest.mark.guard
 def test_a_crowd_of_streams_is_kept_outside(victim, attacker):
     """What a peer has open of one other is bounded, and given back when that hangs up."""
 
@@ -171,6 +172,7 @@ def neighbours(attacker):
 
 
 @pytest.mark.full
+@pytest.mark.guard
 def test_calls_that_wait_for_an_answer_take_little_memory(victim, attacker):
     """A peer that asks whether it can be called is called back, and its call waits for that."""
     name, peer = "DHTProtocol.rpc_ping", PeerID.from_base58(victim.peer_id)

@@ -89,6 +89,7 @@ def test_whoever_sends_a_hundred_times_too_much_is_out_within_two_rounds(five, s
             assert real[-1].is_behind and not real[-1].committed
 
 
+@pytest.mark.guard
 def test_what_cannot_be_read_costs_nobody_else_the_round_and_its_sender_the_next(five, seed):
     rogue = five[-1]
     until_others_propose(five, seed)

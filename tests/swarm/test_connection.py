@@ -135,6 +135,7 @@ def stalling(port, num_bytes):
 
 
 @pytest.mark.full
+@pytest.mark.guard
 def test_an_initial_peer_that_stalls_keeps_no_newcomer_from_the_others(four, tmp_path):
     """Once it has shown its key; one that says nothing at all is given up sooner by p2pd itself."""
     port = int(four[0].addresses[0].split("/")[4])
@@ -145,6 +146,7 @@ def test_an_initial_peer_that_stalls_keeps_no_newcomer_from_the_others(four, tmp
 
 
 @pytest.mark.full
+@pytest.mark.guard
 def test_an_identity_is_one_peers(four, tmp_path):
     """Whether p2pd can search at once is chance: it takes a moment to learn which peers it can ask."""
     node = Node(Identity(tmp_path / "key"), "run", initial_peers=four[0].addresses)

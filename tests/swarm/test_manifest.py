@@ -60,6 +60,7 @@ def found(swarm, tokenizer=b"the tokenizer", **settings):
 
 
 @pytest.mark.full
+@pytest.mark.guard
 def test_who_knows_the_founder_passes_over_rivals_and_those_who_pass_the_run_off_as_theirs(open_peer, monkeypatch):
     founder, rival, thief = open_peer(), open_peer(), open_peer()
     manifest = found(founder)

@@ -43,7 +43,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
-    "Content-Security-Policy": POLICY,  # guard: page-policy
+    "Content-Security-Policy": POLICY,  # guard: POLICY -> ""
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -135,7 +135,7 @@ class _Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         self._quiet[handler] = None
-        if len(self._quiet) > MAX_CONNECTIONS:  # guard: page-connections
+        if len(self._quiet) > MAX_CONNECTIONS:  # guard: never
             longest = next(iter(self._quiet))
             del self._quiet[longest]
             longest.force_close()
@@ -147,7 +147,7 @@ class _Server(web.Server):
     def asked(self, handler: web.RequestHandler, *, by_owner: bool) -> None:
         """Take note of a request; the owner's connections are closed for no other's."""
         self._quiet.pop(handler, None)
-        if by_owner:  # guard: page-places
+        if by_owner:  # guard: never
             return
         self._quiet[handler] = None
 
@@ -249,13 +249,13 @@ class Page:
     def _refusal(self, request: web.BaseRequest) -> web.Response | None:
         """Refuse what no page of ours asks."""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if not self._place.accepts(host):  # guard: page-host
+        if not self._place.accepts(host):  # guard: never
             return web.Response(status=421, text="this page has another name\n")
-        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):  # guard: page-origin
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):  # guard: never
             return web.Response(status=403, text="another site's page may not ask\n")
-        if not _is_own_site(request):  # guard: page-site
+        if not _is_own_site(request):  # guard: never
             return web.Response(status=403, text="another site's page may not ask\n")
-        if request.body_exists and not (self._verbs and self._verbs.takes(request)):  # guard: page-body
+        if request.body_exists and not (self._verbs and self._verbs.takes(request)):  # guard: never
             return web.Response(status=413, text="no request here has a body\n", headers={"Connection": "close"})
         return None
 
@@ -287,7 +287,7 @@ class Page:
         state, told = self._state, self._told
         if self._newest is None or self._newest[0] is not state or self._newest[1] is not told:
             shown = state
-            if not self.is_loopback:  # guard: link-at-home
+            if not self.is_loopback:  # guard: never
                 shown = replace(state, link="")  # it has addresses
             sections = sections_of(shown, told)
             timeless = sections | {"now": sections["now"] | {"at": 0}}

@@ -68,14 +68,14 @@ class Verbs:
         """Do a verb, and return the peer's state."""
         if request.method != "POST":
             return _refusal(405, "verbs are posted")
-        if not _is_near(request):  # guard: verb-remote
+        if not _is_near(request):  # guard: never
             return _refusal(403, "verbs are for this machine alone")
-        if not self.is_owners(request):  # guard: verb-token
+        if not self.is_owners(request):  # guard: never
             return _refusal(
                 401, f"this needs the token in {TOKEN_FILE}; `spes ctl link` prints the page's link with it"
             )
         length = request.content_length
-        if request.body_exists and (length is None or length > MAX_BODY_BYTES):  # guard: verb-body
+        if request.body_exists and (length is None or length > MAX_BODY_BYTES):  # guard: never
             return _refusal(413, f"a verb's values take {MAX_BODY_BYTES} bytes at most")
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -118,7 +118,7 @@ def _new_token(file: Path) -> str:
     token = secrets.token_urlsafe(TOKEN_BYTES)
     try:
         file.unlink(missing_ok=True)
-        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # guard: token-mode
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # guard: 0o600 -> 0o666
         with os.fdopen(opened, "w") as stream:
             stream.write(token + "\n")
     except OSError as error:

@@ -50,7 +50,7 @@ def max_length_ratios(tokens: Sequence[float], own: int, usual: float = 0.0) -> 
         usual: Tokens that members of the roster usually train; 0 if unknown.
     """
     most = MAX_TIMES_MEDIAN * max(tokens[own], usual)
-    return [max(min(count, most) / tokens[own], 1.0) for count in tokens]  # guard: untrained-tokens
+    return [max(min(count, most) / tokens[own], 1.0) for count in tokens]  # guard: min(count, most) -> count
 
 
 def gram(parts: Sequence[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ def centered_clip_weights(
         pull_n = (clip / ratio_n).clamp(max=1.0)
         part_n = weight_n / weight_n.sum() * pull_n
         centre_n = centre_n * (1 - part_n.sum()) + part_n
-    if bool((pull_n == 1.0).all()):  # guard: centered-clip
+    if bool((pull_n == 1.0).all()):  # guard: always
         return list(weights)
     # Each delta, pulled towards the centre and scaled back to its tokens, as weights of the deltas.
     kept_n = weight_n * pull_n + (weight_n * share_n * (1 - pull_n)).sum() * centre_n / share_n
@@ -105,7 +105,7 @@ def medoid(gram_nn: Tensor) -> Tensor:
     """Return the vector with the least median distance to the others, as weights [n]."""
     square_n = gram_nn.diagonal()
     apart_nn = (square_n[:, None] + square_n[None, :] - 2 * gram_nn).clamp(min=0).sqrt()
-    best = apart_nn.median(dim=1).values.argmin()  # guard: centre-member
+    best = apart_nn.median(dim=1).values.argmin()  # guard: argmin -> argmax
     return torch.nn.functional.one_hot(best, len(gram_nn)).double()
 
 
@@ -144,7 +144,7 @@ def length_clipped_weights(
     length_n = gram_nn.diagonal().sqrt()
     ratio_n = torch.tensor(max_length_ratios(tokens, own, usual), dtype=torch.float64)
     limit_n = clip * length_n[own] * ratio_n
-    if not length_n[own] > 0 or bool((length_n <= limit_n).all()):  # guard: length-clip
+    if not length_n[own] > 0 or bool((length_n <= limit_n).all()):  # guard: always
         return list(weights)
     pull_n = (limit_n / length_n).clamp(max=1.0)
     return [weight * pull for weight, pull in zip(weights, pull_n.tolist(), strict=True)]
@@ -168,7 +168,7 @@ def vouched_weights(
         return list(weights)
     is_opposed_n = gram_nn @ (weight_n * ~is_guest_n) < 0
     is_short_n = OWN_CLIP * speed_n < speed_n[~is_guest_n].min()
-    kept_n = weight_n * ~(is_guest_n & (is_opposed_n | is_short_n))  # guard: opposed-guest
+    kept_n = weight_n * ~(is_guest_n & (is_opposed_n | is_short_n))  # guard: kept_n = weight_n * 1
     return (kept_n * (weight_n.sum() / kept_n.sum())).tolist()
 
 
@@ -218,7 +218,7 @@ class Auditor:
             return decode_message(self._plan.format, message, data)
         except ExchangeError as error:
             self.record_proof(sender, f"sent what is no delta: {error}")
-            if not self.can_tell_outliers:  # guard: unreadable-part
+            if not self.can_tell_outliers:  # guard: always
                 raise
             return None
 
@@ -282,12 +282,12 @@ class Auditor:
         for index, seen in self._means.items():
             for segment, (_, mean, own) in zip(self._plan.format.segments, seen.tolist(), strict=True):
                 times = math.sqrt(mean / own) if own > 0 else 0.0
-                if times > MAX_TIMES_OWN ** _power(segment) * ratio:  # guard: mean-size
+                if times > MAX_TIMES_OWN ** _power(segment) * ratio:  # guard: never
                     found[self._plan.peers[index]] = Evidence(f"its mean is {times:.3g} times as long as ours", False)
             inner, mean, own = seen[0].tolist()
             if own > 0:
                 cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
-        if len(cosines) >= MIN_SENDERS - 1:  # guard: mean-direction
+        if len(cosines) >= MIN_SENDERS - 1:  # guard: never
             # Our own delta may be small, and mostly noise; a mean that points the other way is no accident.
             for index in outliers(list(cosines.values()), -OUTLIER_SHARE):
                 peer = self._plan.peers[list(cosines)[index]]
@@ -298,7 +298,7 @@ class Auditor:
 
     def record_proof(self, index: int, reason: str) -> None:
         """Record what an honest member never does."""
-        self._proofs[self._plan.peers[index]] = Evidence(reason, True)  # guard: unreadable-proof
+        self._proofs[self._plan.peers[index]] = Evidence(reason, True)  # guard: skip
 
     def evidence(self) -> Mapping[str, Evidence]:
         """Return this member's evidence against others, by peer."""
@@ -311,7 +311,7 @@ class Auditor:
         for segment, gram_nn in list(zip(self._plan.format.segments, self._gram_snn, strict=True))[1:]:
             length_n = gram_nn.diagonal().sqrt()
             most = MAX_TIMES_OWN ** _power(segment) * length_n.median()
-            for place in (length_n > most).nonzero().flatten().tolist():  # guard: moments-strike
+            for place in (length_n > most).nonzero().flatten().tolist():  # guard: never
                 found[peers[senders[place]]] = Evidence("its moments are beyond all measure", False)
         gram_nn = self._gram_snn[0]
         if not bool((gram_nn.diagonal() > 0).any()):
@@ -321,9 +321,9 @@ class Auditor:
         times = (distances(scaled_nn, centre_n) / typical_distances(scaled_nn, centre_n, share_n)).tolist()
         against = outliers(_cosines(gram_nn))
         for place, index in enumerate(senders):
-            if times[place] > FAR:  # guard: far-delta
+            if times[place] > FAR:  # guard: never
                 found[peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
-            elif place in against:  # guard: opposed-delta
+            elif place in against:  # guard: never
                 found[peers[index]] = Evidence("its delta has nothing to do with the others'", False)
         found.pop(peers[self._me], None)
         return found
@@ -348,6 +348,6 @@ def outliers(cosines: Sequence[float], share: float = OUTLIER_SHARE) -> set[int]
     median = sorted(cosines)[len(cosines) // 2]
     return (
         {place for place, cosine in enumerate(cosines) if cosine < share * median}
-        if median > MIN_AGREEMENT  # guard: no-agreement
+        if median > MIN_AGREEMENT  # guard: always
         else set()
     )

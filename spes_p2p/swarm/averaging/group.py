@@ -146,7 +146,7 @@ class Group:
         for each in work:
             if each.done():
                 each.result()  # raises a bug of ours
-        for peer, seen in (await self._work(self.auditor.liars)).items():  # guard: lying-mean
+        for peer, seen in (await self._work(self.auditor.liars)).items():  # guard: never
             return self.fail(peer, seen.reason)
 
     def _ask_all(self) -> None:
@@ -184,7 +184,7 @@ class Group:
             ExchangeError: the peer is no member, or has opened this lane before.
         """
         opened = self._opened.get((peer, lane))
-        if opened is None or opened.done():  # guard: lane-once
+        if opened is None or opened.done():  # guard: never
             raise ExchangeError("opened a stream that is none of the group's, or one of them again")
         opened.set_result(None)
         place = self.plan.peers.index(peer)
@@ -248,7 +248,7 @@ class Group:
             came, data = await channel.receive({kind: num_bytes, LOST: MAX_ID_BYTES})
         if came == LOST:
             raise LostError(data.decode(errors="replace"), "gave up")
-        if len(data) < num_bytes:  # guard: short-message
+        if len(data) < num_bytes:  # guard: never
             raise ExchangeError(f"sent a message of {len(data)} bytes in place of {num_bytes}")
         return data
 
@@ -282,7 +282,7 @@ class Group:
                 data = await self._receive(channel, PART, num_bytes, self._limits.silence_seconds)
                 self.longest_gap = max(self.longest_gap, self._clock() - began)
                 self._accept(number, place, data)
-            if await self._has_given_up(channel) and is_sender:  # guard: receiver-fails
+            if await self._has_given_up(channel) and is_sender:  # guard: operand
                 raise LostError("", "gave up")
         except LostError as error:
             # A sender's word blames nobody else: what it has noticed, this reducer notices too.

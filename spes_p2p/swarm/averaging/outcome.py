@@ -62,7 +62,7 @@ def result_of(
     for name in contribution.deltas:
         if name not in means:
             dropped.setdefault(name, "this peer does not start from the last certificate")
-    if SHARED not in means:  # guard: shared-committed
+    if SHARED not in means:  # guard: never
         dropped |= dict.fromkeys(means, "shared was dropped")
         means = {}
     return RoundResult(

@@ -45,7 +45,7 @@ def capped_tokens(tokens: Sequence[float]) -> list[float]:
     if len(trained) < MIN_SENDERS:
         return list(tokens)
     most = MAX_TIMES_MEDIAN * statistics.median(trained)
-    return [min(count, most) for count in tokens]  # guard: weight-cap
+    return [min(count, most) for count in tokens]  # guard: first
 
 
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float], total: float | None = None) -> Tensor:
@@ -99,7 +99,7 @@ def drawn_uplinks(peers: Sequence[str], uplinks: Sequence[float], attempt: int) 
         uplink if hashlib.sha256(f"{attempt} {peer}".encode()).digest()[0] % 2 else 0.0
         for peer, uplink in zip(peers, uplinks, strict=True)
     ]
-    return drawn if any(drawn) else list(uplinks)  # guard: reducers-drawn
+    return drawn if any(drawn) else list(uplinks)  # guard: never
 
 
 def slices(format: Format, shares: Sequence[float]) -> list[list[Message]]:
@@ -189,7 +189,7 @@ def decode_message(format: Format, message: Message, data: Tensor) -> Tensor:
         ExchangeError: wrong length, or a value that is not finite.
     """
     start, stop = message[0].byte_start, message[-1].byte_stop
-    if data.numel() != stop - start:  # guard: part-size
+    if data.numel() != stop - start:  # guard: never
         raise ExchangeError(f"a message of {data.numel()} bytes, expected {stop - start}")
     pieces = [format.decode_part(part, data[part.byte_start - start : part.byte_stop - start]) for part in message]
     return torch.cat(pieces)
@@ -229,11 +229,11 @@ class GroupPlan:
         Tokens are capped within the whole roster: most slots have too few holders to tell which of them overstates.
         The attempt at the round, from 0, decides who reduces (`drawn_uplinks`).
         """
-        stated = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
+        stated = capped_tokens([float(member.tokens) for member in roster])  # guard: first
         tokens = dict(zip([member.peer_id for member in roster], stated, strict=True))
-        tokens |= dict.fromkeys(replicas, 0.0)  # guard: weightless-replica
+        tokens |= dict.fromkeys(replicas, 0.0)  # guard: skip
         peers = sorted((*peers, *replicas))
-        capped = capped_tokens([tokens[peer] for peer in peers])  # guard: fair-weights
+        capped = capped_tokens([tokens[peer] for peer in peers])  # guard: first
         uplinks = drawn_uplinks(peers, roster.reducing(peers, replicas), attempt)
         return cls(
             peers=tuple(peers),

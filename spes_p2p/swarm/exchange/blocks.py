@@ -43,7 +43,7 @@ def parse_have(data: bytes, sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         kind, start = data[start : start + 1], start + 1
         stop = start + (most_have_bytes(size) - 1 if kind == _SOME else 0)
-        if kind not in (_NOTHING, _ALL, _SOME) or stop > len(data):  # guard: blocks-listed
+        if kind not in (_NOTHING, _ALL, _SOME) or stop > len(data):  # guard: never
             raise ExchangeError("sent a malformed list of blocks")
         found.append(ALL if kind == _ALL else int.from_bytes(data[start:stop], "little"))
         start = stop
@@ -120,9 +120,9 @@ class Unfinished:
 
     def _is_right(self, number: int, data: bytes | bytearray) -> bool:
         if number == LIST:
-            return digest_of(bytes(data)) == self.version.digest  # guard: list-digest
+            return digest_of(bytes(data)) == self.version.digest  # guard: return True
         own = hashlib.sha256(data).digest()
-        return own == self.hashes[HASH_BYTES * number : HASH_BYTES * (number + 1)]  # guard: block-hash
+        return own == self.hashes[HASH_BYTES * number : HASH_BYTES * (number + 1)]  # guard: return True
 
     def _resume(self, hashes: bytes) -> None:
         """Keep the list, and find out which blocks are here from before a restart."""

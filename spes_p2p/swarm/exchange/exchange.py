@@ -67,7 +67,7 @@ class Exchange:
                 log.debug("no inventory of %s: it %s", peer[-6:], error)
                 continue
             bad = self._store.refused.refuses
-            found[peer] = {name: each for name, each in versions.items() if not bad(each)}  # guard: refused-inventory
+            found[peer] = {name: each for name, each in versions.items() if not bad(each)}  # guard: always
         return found
 
     def documents(
@@ -109,7 +109,7 @@ class Exchange:
         failures: dict[str, str] = {}
         lacking = []
         for version in wanted:
-            if self._store.refused.refuses(version):  # guard: refused-version
+            if self._store.refused.refuses(version):  # guard: never
                 failures[version.name] = "it was refused here"
             elif not self._store.takes_known(version):
                 lacking.append(version)
@@ -157,7 +157,7 @@ class Exchange:
             elif not is_document(name):
                 for _, piece_N in PagedVector.of_file(file.path).pieces():
                     low, high = piece_N.aminmax()  # both are NaN if any element is
-                    if not (torch.isfinite(low) and torch.isfinite(high)):  # guard: finite-vector
+                    if not (torch.isfinite(low) and torch.isfinite(high)):  # guard: never
                         raise ExchangeError(f"{name} holds NaN or infinity")
         except ExchangeError:
             file.path.unlink(missing_ok=True)

@@ -231,7 +231,7 @@ class Fetch:
                 if isinstance(error, DisconnectedError | TimeoutError):
                     source.num_failures += 1
                 elif not isinstance(error, BusyError):
-                    source.num_failures = MAX_FAILURES  # guard: bad-sender
+                    source.num_failures = MAX_FAILURES  # guard: skip
                     log.warning("asking %s no more: it %s", source.peer, error)
             if reason not in self._reasons:
                 self._reasons.append(reason)
@@ -336,7 +336,7 @@ class Fetch:
             kind, frame = await channel.receive(most)
             if kind != DATA:
                 raise BusyError("is busy") if kind == BUSY else DisconnectedError("has it no more")
-            if not frame:  # guard: bytes-wanted
+            if not frame:  # guard: never
                 raise ExchangeError("sent nothing in place of a block")
             data += frame
             self._count(len(frame))

@@ -203,7 +203,7 @@ class VersionStore:
 
     def refuse(self, version: Version) -> None:
         """Delete a bad version, and do not take it again in this process."""
-        self.refused.add(version.digest)  # guard: refused-remembered
+        self.refused.add(version.digest)  # guard: skip
         self.delete(version)
 
     def delete(self, version: Version) -> None:
@@ -244,7 +244,7 @@ class VersionStore:
         return kept[0]
 
     def _check(self, version: Version, found: str) -> None:
-        if found != version.digest:  # guard: disk-digest
+        if found != version.digest:  # guard: never
             self.delete(version)
             raise ExchangeError(f"{self.path(version)} was damaged and is deleted; it can be pulled again")
 

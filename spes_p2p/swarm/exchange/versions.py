@@ -18,7 +18,7 @@ REVISION: Literal["revision"] = "revision"
 TOKENIZER = "tokenizer"
 """A run's documents; the revision exists once the founder has changed the run's settings."""
 _PART = rf"(base-)?(shared|{SLOT})"
-Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|revision|{_PART}|kept-{SLOT})$")]  # guard: version-name
+Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|revision|{_PART}|kept-{SLOT})$")]  # guard: first
 Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) else VectorName(name))]
 
 
@@ -59,7 +59,7 @@ class RefusedVersions:
     def add(self, digest: str) -> None:
         """Remember a digest, in place of the oldest beyond MAX_REFUSED."""
         self._digests[digest] = None
-        for oldest in list(self._digests)[:-MAX_REFUSED]:  # guard: refused-memory
+        for oldest in list(self._digests)[:-MAX_REFUSED]:  # guard: never
             del self._digests[oldest]
 
     def __contains__(self, digest: object) -> bool:
@@ -68,4 +68,4 @@ class RefusedVersions:
     def refuses(self, version: Version) -> bool:
         """Check whether offers of a version are to be ignored."""
         is_false = version.round == 0 and self.initial.get(version.name, version.digest) != version.digest
-        return version.digest in self or is_false  # guard: initial-digest
+        return version.digest in self or is_false  # guard: operand

@@ -60,7 +60,7 @@ class BoundedStorage(DHTLocalStorage):
         records = known.value if known is not None else None
         if isinstance(records, DictionaryDHTValue):
             before = records.get(subkey)
-            if before is None and len(records) >= MAX_OWNERS:  # guard: record-owners
+            if before is None and len(records) >= MAX_OWNERS:  # guard: never
                 return False
             if before is not None and before.expiration_time >= expiration_time:
                 return False
@@ -73,7 +73,7 @@ class BoundedStorage(DHTLocalStorage):
 
 def _drop_replaced(storage: TimedStorage) -> None:
     """Drop the heap entries of replaced values once they outnumber the others."""
-    if len(storage.expiration_heap) > 2 * len(storage.data) + 64:  # guard: store-traces
+    if len(storage.expiration_heap) > 2 * len(storage.data) + 64:  # guard: never
         storage.expiration_heap = sorted(storage.key_to_heap.values())
 
 
@@ -84,7 +84,7 @@ class SwarmDHTProtocol(DHTProtocol):
         answers: For each peer that was asked to accept this node: None, or its objection.
     """
 
-    serializer = ShallowSerializer  # guard: dht-serializer
+    serializer = ShallowSerializer  # guard: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,7 +97,7 @@ class SwarmDHTProtocol(DHTProtocol):
         except ValidationError as error:
             self.answers.append(error)
             return node_id_of(peer)
-        except Exception as error:  # noqa: BLE001 - of any type: the peer has caused it  # guard: ping-answer
+        except Exception as error:  # noqa: BLE001 - of any type: the peer has caused it  # guard: Exception -> OSError
             log.debug("%s gives no answer to a ping: %r", peer, error)
             return None
         if validate and node_id is not None:
@@ -113,7 +113,7 @@ class SwarmDHTProtocol(DHTProtocol):
 
         With chosen ids next to a key, an attacker would hold all copies of its records and could withhold them.
         """
-        if node_id is not None and node_id != node_id_of(peer_id):  # guard: own-dht-place
+        if node_id is not None and node_id != node_id_of(peer_id):  # guard: never
             log.debug("%s claims a DHT id that is not its own", peer_id)
             return
         await super().update_routing_table(node_id, peer_id, responded)
@@ -129,18 +129,18 @@ class SwarmDHTProtocol(DHTProtocol):
             return found
         return {
             key: (
-                _records_of(value),  # guard: records-only
+                _records_of(value),  # guard: first
                 {
                     node: peer
                     for node, peer in nearest.items()
-                    if node == node_id_of(peer)  # guard: others-dht-place
-                    and node != self.node_id  # guard: own-neighbour
+                    if node == node_id_of(peer)  # guard: always
+                    and node != self.node_id  # guard: operand
                 },
             )
             for key, (value, nearest) in found.items()
         }
 
-    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:  # guard: one-bad-record
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:  # guard: skip
         """Remove the invalid records; stock rejects the whole dictionary for one of them."""
         with dictionary.freeze():
             for subkey, item in list(dictionary.items()):
@@ -155,7 +155,7 @@ class SwarmDHTProtocol(DHTProtocol):
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         _check_keys(request.keys, context)
-        if any(request.in_cache):  # guard: cache-filled
+        if any(request.in_cache):  # guard: never
             raise RecordError("peers must not write to this node's cache")
         return await super().rpc_store(request, context)
 
@@ -172,7 +172,7 @@ def _records_of(found: Found) -> Found:
 
 
 def _check_keys(keys: Collection[bytes], context: P2PContext) -> None:
-    if len(keys) > MAX_KEYS:  # guard: request-keys
+    if len(keys) > MAX_KEYS:  # guard: never
         log.debug("refused a request of %s for %d keys", context.remote_id, len(keys))
         raise RecordError(f"{len(keys)} keys in one request, at most {MAX_KEYS}")
 
@@ -195,7 +195,7 @@ class SwarmDHTNode(DHTNode):
         node = await super().create(*args, **kwargs)
         answers = node.protocol.answers
         objections = [answer for answer in answers if answer is not None]
-        if 2 * len(objections) > len(answers):  # guard: one-objection
+        if 2 * len(objections) > len(answers):  # guard: len(answers) -> 0
             raise objections[0]
         for objection in objections:
             log.info("one of %d peers asked does not accept this one: %s", len(answers), objection)

@@ -58,7 +58,8 @@ _NO_ROUTING_PEER = "failed to find any peer in table"
 #   over QUIC cost 2 % more processor time.
 _EXEC = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.setpgid(0, 0); "
-    "env = {k: v for k, v in os.environ.items() if k.startswith(('GOLOG_', 'LIBP2P_'))}; "  # guard: daemon-environment
+    # guard: if k.startswith(('GOLOG_', 'LIBP2P_')) ->
+    "env = {k: v for k, v in os.environ.items() if k.startswith(('GOLOG_', 'LIBP2P_'))}; "
     "os.execve(sys.argv[1], sys.argv[1:], {**env, 'LIBP2P_TCP_REUSEPORT': 'false', 'GOGC': '50'})"
 )
 
@@ -177,7 +178,7 @@ class LimitedControlClient(ControlClient):
 
     async def _handle_persistent_request(self, call_id: CallID, request: p2pd_pb2.CallUnaryRequest) -> None:
         try:
-            with self.call_quota.hold(PeerID(request.peer), "calls", len(request.data)):  # guard: calls-per-peer
+            with self.call_quota.hold(PeerID(request.peer), "calls", len(request.data)):  # guard: skip
                 await super()._handle_persistent_request(call_id, request)
         except ExchangeError as error:
             answer = p2pd_pb2.CallUnaryResponse(error=str(error).encode())
@@ -242,7 +243,7 @@ class DaemonP2P(LimitedP2P):
     async def create(cls, *args, **kwargs) -> P2P:
         p2pclient.ControlClient = LimitedControlClient
         # Stock also starts its probe for a free identity here; it must map no ports on routers either.
-        quiet = {"nat_port_map": False, "auto_nat": False}  # guard: router-ports
+        quiet = {"nat_port_map": False, "auto_nat": False}  # guard: "nat_port_map": False, ->
         return await super().create(*args, **{**quiet, **kwargs})
 
     def is_running(self) -> bool:
@@ -293,7 +294,7 @@ class DaemonP2P(LimitedP2P):
                 try:
                     return await self._client.connect(PeerID.from_base58(peer), [])
                 except ControlFailure as error:
-                    if _NO_ROUTING_PEER not in str(error):  # guard: somebody-to-ask
+                    if _NO_ROUTING_PEER not in str(error):  # guard: always
                         raise
                 await asyncio.sleep(_SEARCH_PAUSE_SECONDS)
 

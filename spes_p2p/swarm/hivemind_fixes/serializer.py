@@ -31,7 +31,7 @@ class ShallowSerializer(MSGPackSerializer):
         check_message(buf)
         try:
             return MSGPackSerializer.loads(buf)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:  # guard: decoder-errors
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:  # guard: never
             raise RecordError(f"a message is malformed: {error}") from error
 
 
@@ -50,11 +50,11 @@ def check_message(data: bytes) -> None:
             continue
         remaining[-1] -= 1
         num_values += 1
-        if offset >= len(data) or num_values > MAX_VALUES:  # guard: decode-values
+        if offset >= len(data) or num_values > MAX_VALUES:  # guard: operand
             raise RecordError(f"a message of {len(data)} bytes is cut short, or has more than {MAX_VALUES} values")
         offset, num_children = _skip(data, offset)
         if num_children:
-            if len(remaining) >= MAX_DEPTH:  # guard: decode-depth
+            if len(remaining) >= MAX_DEPTH:  # guard: never
                 raise RecordError(f"a message is deeper than {MAX_DEPTH}")
             remaining.append(num_children)
     if offset != len(data):
@@ -78,9 +78,9 @@ def _skip(data: bytes, offset: int) -> tuple[int, int]:
     if lead in _CONTAINERS:
         width, values_per_item = _CONTAINERS[lead]
         return offset + width, values_per_item * _length(data, offset, width)
-    if lead in _EXTENSIONS and offset == 1:  # guard: extension-alone
+    if lead in _EXTENSIONS and offset == 1:  # guard: operand
         content = offset + _EXTENSIONS[lead] + 1
-        if data[content - 1 : content] == bytes([_EXT_CODE]):  # guard: extension-known
+        if data[content - 1 : content] == bytes([_EXT_CODE]):  # guard: always
             return content, 1
     raise RecordError(f"a message holds a value of unknown type, {lead:#x}")
 

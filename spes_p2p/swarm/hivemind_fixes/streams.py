@@ -58,9 +58,9 @@ class PeerQuota:
         held_bytes = self._bytes[peer] + num_bytes
         if (
             items > self.max_items
-            or held_bytes > self._max_bytes  # guard: held-bytes
-            or self._items.total() >= self.max_total  # guard: held-by-all
-            or (not self.is_known(peer) and 2 * self._num_strange() >= self.max_total)  # guard: held-by-strangers
+            or held_bytes > self._max_bytes  # guard: operand
+            or self._items.total() >= self.max_total  # guard: operand
+            or (not self.is_known(peer) and 2 * self._num_strange() >= self.max_total)  # guard: operand
         ):
             self._warn(peer, f"refused {what}, of which it has {items - 1}")
             raise ExchangeError(f"too many {what}")
@@ -82,7 +82,7 @@ class PeerQuota:
         if len(self._warnings) >= MAX_STREAMS:
             self._warnings.clear()
         self._warnings[peer] += 1
-        if not self._warnings[peer] & (self._warnings[peer] - 1):  # guard: log-flood
+        if not self._warnings[peer] & (self._warnings[peer] - 1):  # guard: always
             log.warning("%s, complaint %d: %s", peer, self._warnings[peer], what)
 
 
@@ -105,7 +105,7 @@ class LimitedP2P(P2P):
     ) -> None:
         with closing(writer):
             try:
-                with self.stream_quota.hold(info.peer_id, "streams"):  # guard: streams-per-peer
+                with self.stream_quota.hold(info.peer_id, "streams"):  # guard: skip
                     await handler(info, reader, writer)
             except ExchangeError as error:
                 log.debug("hung up on %s: %s", info.peer_id, error)

@@ -108,7 +108,7 @@ class Channel:
 
 def check_message(kind: bytes, num_bytes: int, most: Mapping[bytes, int]) -> None:
     """Refuse a message that is too long, or of a kind that may not come now; see `Channel.receive`."""
-    if num_bytes > most.get(kind, -1):  # guard: exchange-message
+    if num_bytes > most.get(kind, -1):  # guard: never
         allowed = f"in place of at most {most[kind]}" if kind in most else "of a kind that was not expected"
         raise ExchangeError(f"sent a message of {num_bytes} bytes {allowed}")
 

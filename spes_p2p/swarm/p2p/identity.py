@@ -45,7 +45,7 @@ class Identity:
             der = crypto_pb2.PrivateKey.FromString(data).data
         except Exception as error:  # protobuf and cryptography raise a dozen types for a damaged file
             raise ConfigError(f"{path} is not a readable identity file; name another one or delete it") from error
-        if mode & 0o077:  # guard: key-mode
+        if mode & 0o077:  # guard: never
             raise ConfigError(f"identity {path} can be read by others; run: chmod 600 {path}")
         self.private_key = RSAPrivateKey.__new__(RSAPrivateKey)
         self.private_key._private_key = serialization.load_der_private_key(der, password=None)
@@ -80,9 +80,9 @@ class IdentityKeys:
         peer_id = peer_id_of(public_key)
         self._known.pop(peer_id, None)
         self._known[peer_id] = public_key
-        while len(self._known) > MAX_KEYS:  # guard: many-keys
+        while len(self._known) > MAX_KEYS:  # guard: never
             others = [peer for peer in self._known if peer != self.peer_id]
-            del self._known[next((peer for peer in others if peer not in self.held), others[0])]  # guard: held-keys
+            del self._known[next((peer for peer in others if peer not in self.held), others[0])]  # guard: always
         return peer_id
 
     def public_key(self, peer_id: str) -> str:
@@ -107,8 +107,8 @@ def _create(path: Path) -> None:
         with os.fdopen(
             os.open(
                 path,
-                os.O_WRONLY | os.O_CREAT | os.O_EXCL,  # guard: key-no-link
-                0o600,  # guard: key-private
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL,  # guard: | os.O_EXCL ->
+                0o600,  # guard: 0o600 -> 0o640
             ),
             "wb",
         ) as file:
@@ -131,12 +131,12 @@ def peer_id_of(public_key: bytes) -> str:
     except Exception as error:  # hostile keys make cryptography raise any of a dozen types
         raise ValueError("not an OpenSSH public key") from error
     if (
-        not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS  # guard: key-size
+        not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS  # guard: operand
     ):
         raise ValueError(f"not an RSA key of {MIN_KEY_BITS} to {MAX_KEY_BITS} bits")
-    if key.public_numbers().e != KEY_EXPONENT:  # guard: key-exponent
+    if key.public_numbers().e != KEY_EXPONENT:  # guard: never
         raise ValueError(f"its exponent is not {KEY_EXPONENT}")
-    if (  # guard: one-key-name
+    if (  # guard: never
         public_key != key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     ):
         raise ValueError("one key must have one name, and this one has something added")
@@ -153,7 +153,7 @@ def is_signed_by(peer_id: str, public_key: bytes, data: bytes, signature: bytes)
     """Tell whether `signature` of `data` is by the peer whose libp2p id is `peer_id`."""
     try:
         return (
-            peer_id_of(public_key) == peer_id  # guard: signer-named
+            peer_id_of(public_key) == peer_id  # guard: operand
             and bool(RSAPublicKey.from_bytes(public_key).verify(data, signature))
         )
     except Exception:  # noqa: BLE001 - hostile keys make cryptography raise any of a dozen types; all mean "no"

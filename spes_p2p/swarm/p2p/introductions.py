@@ -139,7 +139,7 @@ class Introducer:
 
     async def _answer(self, channel: Channel, asker: str) -> None:
         question = _Question.parse(await channel.receive_text())
-        if not self._asked.take(asker, time.monotonic()):  # guard: introductions-asked
+        if not self._asked.take(asker, time.monotonic()):  # guard: never
             return
         async with asyncio.timeout(2 * ANSWER_SECONDS), self._at_once:
             answer = await self._answer_to(asker, question)
@@ -154,7 +154,7 @@ class Introducer:
         seen = seen_at(connected.get(peer, ()))
         if not (you and seen) or peer == asker:
             return _Answer(you=you)
-        may_tell = self._told.take(peer, time.monotonic())  # guard: introductions-told
+        may_tell = self._told.take(peer, time.monotonic())  # guard: self._told.take(peer, time.monotonic()) -> True
         told = _Told(peer=asker, address=you)
         consent = await _asked(self._node, peer, "told", told, _Consent, ANSWER_SECONDS) if may_tell else None
         return _Answer(you=you, peer=seen if consent is not None and consent.calls else "")
@@ -294,13 +294,13 @@ class Links:
     async def _may_call(self, address: str, introducer: str) -> bool:
         """Tell whether this peer may call an address that an introducer names, so that it is harmless if false."""
         connected = (await self._node.p2p.connected_from()).get(introducer, ())
-        if introducer not in self._introducers or not connected:  # guard: introducer-known
+        if introducer not in self._introducers or not connected:  # guard: never
             return False
         met, now = min(map(scope_of, connected)), time.monotonic()
         return bool(
-            dialled([address], met)  # guard: introduced-private
-            and self._told_by.take(introducer, now)  # guard: introduced-often
-            and self._backoff.due({"": [address]}, now)  # guard: introduced-again
+            dialled([address], met)  # guard: operand
+            and self._told_by.take(introducer, now)  # guard: operand
+            and self._backoff.due({"": [address]}, now)  # guard: operand
         )
 
     async def _is_there(self, peer: str, address: str, introducer: str) -> bool:
@@ -308,7 +308,7 @@ class Links:
         for other, _ in await self._ask_for(introducer):
             answer = await self._ask(other, _Question(peer=peer, host=_host_of(address)))
             if answer is not None and answer.is_there is not None:
-                return answer.is_there  # guard: introduced-elsewhere
+                return answer.is_there  # guard: return answer.is_there -> return True
         return True
 
     # ------------------------------------------------------------------ asking and hearing
@@ -334,9 +334,9 @@ class Links:
     async def _hear(self, channel: Channel, introducer: str) -> None:
         told = _Told.parse(await channel.receive_text())
         agrees = (
-            told.peer in self._wanted  # guard: introduced-wanted
+            told.peer in self._wanted  # guard: operand
             and bool(told.address)
-            and len(self._calling) < MAX_AT_ONCE  # guard: introduced-at-once
+            and len(self._calling) < MAX_AT_ONCE  # guard: operand
             and not await self._is_linked(told.peer)
             and await self._may_call(told.address, introducer)
         )

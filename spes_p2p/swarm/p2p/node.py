@@ -151,7 +151,7 @@ async def start_p2pd(
     reach = ({"dht_mode": "client"} if listen.client_mode else {}) | ({} if at else {"no_listen": True})
     try:
         may_be_in_use = initial_peers and not (identity.is_new or is_again)
-        if may_be_in_use and await _is_in_use(identity, initial_peers):  # guard: own-identity
+        if may_be_in_use and await _is_in_use(identity, initial_peers):  # guard: never
             raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
         p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
@@ -183,7 +183,7 @@ async def _is_in_use(identity: Identity, initial_peers: Sequence[str]) -> bool:
 async def _connect_any(p2p: DaemonP2P, addresses: Sequence[str], *, udp_first: bool = False) -> bool:
     """Dial peers; tell whether any is connected. Stock's start waits for each: one that stalled kept newcomers out."""
     peers = group_by_peer(addresses)
-    await _dial(p2p, peers, DIAL_SECONDS, udp_first=udp_first)  # guard: dial-time
+    await _dial(p2p, peers, DIAL_SECONDS, udp_first=udp_first)  # guard: DIAL_SECONDS -> 600.0
     return bool(await p2p.connected() & peers.keys())
 
 

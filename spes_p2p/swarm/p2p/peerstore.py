@@ -75,10 +75,11 @@ class Peerstore:
         before, now = self._peers, time.time()
         peers = dict(before)
         for peer, addresses in contacts.items():
-            usable = [address for address in addresses if is_address_of(address, peer)]  # guard: address-names-peer
+            usable = [address for address in addresses if is_address_of(address, peer)]  # guard: always
             if usable:
                 peers[peer] = PeerstoreEntry(peer_id=peer, addresses=tuple(usable[:4]), seen=now)
-        order = sorted(peers.values(), key=lambda peer: (peer.peer_id not in first, -peer.seen))  # guard: known-first
+        # guard: peer.peer_id not in first, ->
+        order = sorted(peers.values(), key=lambda peer: (peer.peer_id not in first, -peer.seen))
         self._peers = {peer.peer_id: peer for peer in order[:MAX_PEERS]}
         if self._path is None or self._peers == before:
             return
@@ -129,7 +130,7 @@ def dialled(addresses: Iterable[str], met: Scope) -> tuple[str, ...]:
     Args:
         met: The narrowest scope of the addresses over which the peer is connected, or over which the swarm was joined.
     """
-    return tuple(address for address in addresses if scope_of(address) >= met)  # guard: private-addresses
+    return tuple(address for address in addresses if scope_of(address) >= met)  # guard: always
 
 
 class DialBackoff:
@@ -150,7 +151,7 @@ class DialBackoff:
             for address in addresses:
                 endpoint = _endpoint_of(address)
                 pause, ends_at = self._failed.get(endpoint, (MIN_PAUSE_SECONDS / 2, now))
-                if ends_at > now:  # guard: third-machine
+                if ends_at > now:  # guard: never
                     continue
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 self._failed[endpoint] = pause, now + pause

@@ -83,9 +83,9 @@ class Watchdog:
             self._reconnect()
 
     def _find_death(self) -> str:
-        if not self._node.p2p.is_running():  # guard: daemon-death
+        if not self._node.p2p.is_running():  # guard: never
             return f"p2pd, through which this peer talks to all others, has died ({self._node.p2p.ending})"
-        if not self._node.dht.is_alive():  # guard: dht-death
+        if not self._node.dht.is_alive():  # guard: never
             return "this peer's DHT process has died"
         if self._node.p2p.has_lost_sockets():
             return f"p2pd's sockets in {self._node.p2p.folder} were deleted; keep cleaners of temporary files away"
@@ -93,18 +93,18 @@ class Watchdog:
             answers = self._node.p2pd_answers(INTERVAL_SECONDS)
         except TimeoutError:  # this machine stood still, which says nothing of p2pd
             return ""
-        except Exception:  # of any type: without a watch, no dead p2pd would be noticed  # guard: death-watch
+        except Exception:  # of any type: without a watch, no dead p2pd would be noticed  # guard: never
             log.exception("could not ask p2pd whether it lives")
             answers = False
         self._num_silent = 0 if answers else self._num_silent + 1
-        return "p2pd does not answer any more" if self._num_silent >= MAX_SILENT_CHECKS else ""  # guard: daemon-silence
+        return "p2pd does not answer any more" if self._num_silent >= MAX_SILENT_CHECKS else ""  # guard: never
 
     def _reconnect(self) -> None:
         try:
             self.neighbours = self._node.ping(self._node.peerstore.addresses())
         except (OSError, EOFError, ControlFailure, P2PDaemonError):
             return  # the DHT's process is too busy to answer, or p2pd has died since: the next check tells
-        except Exception:  # of any type: without a watch, no lost peer would be called  # guard: watch-goes-on
+        except Exception:  # of any type: without a watch, no lost peer would be called  # guard: never
             log.exception("could not ping the known peers")
             return
         if self.neighbours:
