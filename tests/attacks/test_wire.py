@@ -30,7 +30,7 @@ from spes_p2p.swarm.validation import owner_of
 pytestmark = pytest.mark.timeout(180)
 
 LIVES = 60.0
-CROWD = 300
+CROWD = 500
 
 
 @pytest.mark.parametrize("depth", sample([9, 220, 700], [700]))  # full: shallower ones than that which killed
