@@ -28,7 +28,7 @@ def open_bucket(place: str) -> S3Store:
     """
     form = _BUCKET.fullmatch(place)
     if form is None:
-        raise ConfigError(f"{place} is no bucket's name; name s3://BUCKET/PREFIX, and no credentials")
+        raise ConfigError("no bucket has a name of that form; name s3://BUCKET/PREFIX, and no credentials")
     options: dict[str, Any] = {"client_options": CLIENT, "retry_config": {"max_retries": RETRIES}}
     try:
         import botocore.session

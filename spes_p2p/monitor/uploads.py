@@ -7,7 +7,6 @@ A folder or a bucket has `round-000123/` for each: `checkpoint.json` is written 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import obstore
 from obstore.exceptions import BaseError
-from obstore.store import LocalStore, S3Store
+from obstore.store import LocalStore
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.config.link import PeerId
 from spes_p2p.config.machine import RunId
+from spes_p2p.data.buckets import open_bucket
 from spes_p2p.errors import ConfigError, DataError, SpesError, one_line
 from spes_p2p.fs import digest_of_file, scratch_path
 from spes_p2p.presentation import problem_of
@@ -34,14 +34,8 @@ MAX_READ_BYTES = 2**24
 """Most that one of these two has."""
 CHUNK_BYTES, CHUNKS = 2**23, 2
 """What memory holds of a file."""
-CLIENT = {"allow_http": True, "connect_timeout": "15s", "read_timeout": "5m", "timeout": "1day"}
-"""Http is for one's own server, named by AWS_ENDPOINT_URL. A chunk has five minutes, and a file a day."""
-RETRIES = 3
-ENDPOINTS = {"AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"}
-KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 HUB_SECONDS = 60.0
 """Time for the hub to take or send the next bytes."""
-_BUCKET = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([\w./-]*))?", re.ASCII)
 _ROUND = re.compile(r"round-(\d{6,})", re.ASCII)
 # guard: [A-Za-z0-9_][A-Za-z0-9._-]{0,199} -> .*
 _SUM = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_][A-Za-z0-9._-]{0,199})", re.ASCII)
@@ -121,7 +115,7 @@ class Store:
         self._place = place
         self._folder = None if place.startswith("s3://") else Path(place).expanduser()
         with self._errors("open"):
-            self._store = _bucket(place) if self._folder is None else LocalStore(self._folder, mkdir=True)
+            self._store = open_bucket(place) if self._folder is None else LocalStore(self._folder, mkdir=True)
 
     def checkpoints(self) -> dict[int, Checkpoint]:
         """Return the whole checkpoints by round, ascending."""
@@ -239,39 +233,6 @@ class Store:
             text = ": ".join(filter(None, code.groups())) if code else str(error).partition("\n\nDebug source")[0]
             reason = " ".join(text.split())[:300]
             raise StoreError(f"cannot {verb} {self._place}: {reason}; check the place and your rights there") from error
-
-
-def _bucket(place: str) -> S3Store:
-    """Open a bucket; boto3, if it is installed, finds credentials, region and endpoint in `~/.aws` too.
-
-    No client of boto3 is made for that: it would cost half a second.
-    """
-    form = _BUCKET.fullmatch(place)
-    if form is None:
-        raise ConfigError("no bucket has a name of that form; name s3://BUCKET/PREFIX, and no credentials")
-    options: dict[str, Any] = {"client_options": CLIENT, "retry_config": {"max_retries": RETRIES}}
-    try:
-        import botocore.session
-        from boto3.session import Session
-        from botocore.exceptions import BotoCoreError
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        if not all(map(os.environ.get, KEYS)):
-            raise ConfigError(
-                f"{place} needs credentials: set {' and '.join(KEYS)}, or for those of ~/.aws run: "
-                f"pip install 'spes-p2p[s3]', or ./scripts/setup.sh s3 in a checkout"
-            ) from error
-    else:
-        try:
-            core = botocore.session.Session()  # boto3's own would keep credentials that have been renewed meanwhile
-            options["credential_provider"] = Boto3CredentialProvider(Session(botocore_session=core))
-            endpoint = core.get_scoped_config().get("endpoint_url")
-            if endpoint and not os.environ.keys() & ENDPOINTS:
-                options["endpoint"] = endpoint
-        except (BotoCoreError, ValueError) as error:
-            remedy = f"set {' and '.join(KEYS)}, or check ~/.aws and AWS_ENDPOINT_URL"
-            raise ConfigError(f"{place} needs credentials: {one_line(error)}; {remedy}") from error
-    return S3Store(form[1], prefix=(form[2] or "").strip("/"), **options)
 
 
 class HubRepository:

@@ -423,7 +423,7 @@ def test_a_bucket_without_credentials_names_the_variables(tmp_path, monkeypatch)
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for those of ~/.aws"):
         fetch("s3://bucket/shards", tmp_path, None, is_own=True)
-    with pytest.raises(ConfigError, match="is no bucket's name"):
+    with pytest.raises(ConfigError, match="no bucket has a name of that form"):
         fetch("s3://Key:Secret@bucket/shards", tmp_path, None, is_own=True)
 
 

@@ -25,6 +25,7 @@ from spes_p2p.cli import load_settings
 from spes_p2p.commands import export as export_command
 from spes_p2p.commands.early import is_store
 from spes_p2p.config.commands import ExportConfig, MonitorConfig
+from spes_p2p.data import buckets
 from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.monitor import checkpoints as checkpoints_module
 from spes_p2p.monitor import uploads as uploads_module
@@ -387,7 +388,7 @@ def test_a_place_of_another_form_is_refused_with_what_there_is(place: str) -> No
 def test_a_store_that_refuses_is_one_line_without_secrets(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads_module, "RETRIES", 0)
+    monkeypatch.setattr(buckets, "RETRIES", 0)
     with s3_server(tmp_path / "served") as server:
         variables = s3_environment(server.port)
         if fault in ("no credentials", "no boto3"):
