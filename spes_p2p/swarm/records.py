@@ -1,6 +1,6 @@
 """The records that the DHT may hold: strict, small, signed by their owner, and short-lived.
 
-A key such as `{run}.v12.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
+A key such as `{run}.v13.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
 before it trusts them, and JSON has no types that execute code.
 """
 
@@ -16,7 +16,7 @@ from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
 
-PROTOCOL = "v12"
+PROTOCOL = "v13"
 NUM_BUCKETS = 4
 """Keys that peers' records are spread over, so that a key's dictionary stays far below libp2p's 4 MiB."""
 MAX_RECORD_BYTES = 1536
