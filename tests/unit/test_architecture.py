@@ -189,16 +189,11 @@ def silent_dangers(root: Path) -> list[str]:
     return problems
 
 
-RULES: list[Callable[[Path], list[str]]] = [
-    oversized,
-    long_entry_scripts,
-    work_at_import,
-    silent_dangers,
-]
+RULES: list[Callable[[Path], list[str]]] = [oversized, long_entry_scripts, work_at_import, silent_dangers]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps_its_rules(rule: Callable[[Path], list[str]]) -> None:
+def test_the_house_keeps_its_rules(rule):
     assert any(modules(REPOSITORY, "spes_p2p")), "found no modules to check"
     problems = rule(REPOSITORY)
     assert not problems, "\n".join(["", *problems])
@@ -239,9 +234,7 @@ CASES: list[tuple[Callable[[Path], list[str]], str, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("rule", "file", "content", "expected"), CASES, ids=[str(n) for n in range(len(CASES))])
-def test_a_broken_rule_is_reported_with_its_place(
-    tmp_path: Path, rule: Callable[[Path], list[str]], file: str, content: str, expected: str | None
-) -> None:
+def test_a_broken_rule_is_reported_with_its_place(tmp_path, rule, file, content, expected):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(content, encoding="utf-8")
@@ -252,7 +245,7 @@ def test_a_broken_rule_is_reported_with_its_place(
         assert len(problems) == 1 and problems[0].startswith(file) and expected in problems[0], problems
 
 
-def test_no_room_knows_those_above_it() -> None:
+def test_no_room_knows_those_above_it():
     """The rules are import-linter's contracts in pyproject.toml."""
     words = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"]
     ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
@@ -271,7 +264,7 @@ def test_no_room_knows_those_above_it() -> None:
         ("try:\n    x = 1\nexcept (OSError, Exception):\n    pass", "BLE001"),
     ],
 )
-def test_code_in_data_and_silence_are_ruffs_to_refuse(code: str, rule: str) -> None:
+def test_code_in_data_and_silence_are_ruffs_to_refuse(code, rule):
     words = [sys.executable, "-m", "ruff", "check", "--stdin-filename", "spes_p2p/peer/life.py", "-"]
     ended = subprocess.run(words, input=code, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert rule in ended.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -87,23 +86,23 @@ def said(words: str) -> str:
 
 
 @pytest.mark.parametrize("case", FLAGS, ids=lambda case: case[0])
-def test_a_bad_flag_is_one_line_with_value_and_remedy(case: tuple[str, ...]) -> None:
+def test_a_bad_flag_is_one_line_with_value_and_remedy(case):
     message = said(case[0])
     assert all(fragment in message for fragment in case[1:]), message
 
 
 @pytest.mark.parametrize("case", FILES, ids=lambda case: case[0])
-def test_a_bad_file_is_one_line_with_value_and_remedy(case: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_bad_file_is_one_line_with_value_and_remedy(case, tmp_path):
     (file := tmp_path / "run.yaml").write_text(case[0])
     message = said(f"peer --run-id r --config {file}")
     assert all(fragment in message for fragment in case[1:]), message
     assert message == said(f"peer --run-id r --config {file} --port=0")
 
 
-def test_a_flag_like_no_other_gets_no_suggestion() -> None:
+def test_a_flag_like_no_other_gets_no_suggestion():
     assert "did you mean" not in said("peer --run-id r --qqqq 3")
 
 
-def test_a_config_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+def test_a_config_that_is_no_text_is_one_line(tmp_path):
     (file := tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff\x00")
     assert "picture.yaml" in said(f"peer --config {file}")

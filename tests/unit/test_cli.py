@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,12 +52,12 @@ entry_point(CommandConfig, main)
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch):
     monkeypatch.delenv("SPES_CONFIG", raising=False)
 
 
 @pytest.fixture
-def yaml_file(tmp_path: Path) -> Callable[[str], str]:
+def yaml_file(tmp_path):
     def write(content: str) -> str:
         path = tmp_path / "run.yaml"
         path.write_text(content)
@@ -220,7 +220,7 @@ def test_a_toml_file_gives_the_same_settings_as_yaml(tmp_path, yaml_file):
 
 
 @pytest.fixture
-def restored_signals() -> Iterator[None]:
+def restored_signals():
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     hook = sys.unraisablehook
     yield
@@ -655,7 +655,7 @@ def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path, m
     os.close(leader)
 
 
-def test_paths_begin_at_home_where_the_shell_left_the_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_begin_at_home_where_the_shell_left_the_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "peer.yaml").write_text("identity: ~/key\n")
     words = ["--run-id", "r", "--config=~/peer.yaml", "--output=~/run", "--text", "~/a", "~/b"]
@@ -675,7 +675,7 @@ def commands_of_pages() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands_of_pages())
-def test_commands_of_the_pages_have_known_flags_and_files(command: str) -> None:
+def test_commands_of_the_pages_have_known_flags_and_files(command):
     name, *words = shlex.split(command)
     known = {name for flag in all_flags(getattr(commands, COMMANDS[name][0])) for name in flag.names}
     assert {word.split("=")[0] for word in words if word.startswith("--")} <= known

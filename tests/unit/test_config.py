@@ -225,9 +225,7 @@ NAMES = get_args(OptimizerName)
 
 @pytest.mark.parametrize("of_run", NAMES)
 @pytest.mark.parametrize("of_machine", NAMES)
-def test_a_machine_may_only_choose_the_same_steps_in_other_bits(
-    of_run: OptimizerName, of_machine: OptimizerName
-) -> None:
+def test_a_machine_may_only_choose_the_same_steps_in_other_bits(of_run, of_machine):
     run, machine = RunConfig(train=TrainConfig(optimizer=of_run)), MachineConfig(inner_optimizer=of_machine)
     if of_run == of_machine or {of_run, of_machine} == {"adamw", "adamw8bit"}:
         check_machine(run, machine)
@@ -248,5 +246,5 @@ NARROW = {"gradients": "bf16", "inner_optimizer": "adamw8bit"}
         ({**NARROW, "micro_batch_size": 2}, 1),
     ],
 )
-def test_what_the_remedies_name_is_taken(choices: dict[str, Any], ranks: int) -> None:
+def test_what_the_remedies_name_is_taken(choices, ranks):
     check_machine(RunConfig(train=TrainConfig(batch_size=16)), MachineConfig(**choices), ranks)

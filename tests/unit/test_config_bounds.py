@@ -140,7 +140,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     return document
 
 
-def test_every_setting_is_drawn_but_texts() -> None:
+def test_every_setting_is_drawn_but_texts():
     known = {(section, name) for section, cls in sections(RunConfig).items() for name in cls.model_fields}
     texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer", "paths", "fingerprint")}
     texts |= {("data", "chat_template"), ("data", "probe"), ("data", "mixture"), ("data", "phases"), ("data", "urls")}
@@ -158,7 +158,7 @@ def test_every_setting_is_drawn_but_texts() -> None:
 
 @pytest.mark.parametrize("value", FAR_OUT, ids=str)
 @pytest.mark.parametrize(("section", "name"), sorted(START))
-def test_a_checkpoints_setting_far_out_of_its_range_is_refused_by_name(section: str, name: str, value: float) -> None:
+def test_a_checkpoints_setting_far_out_of_its_range_is_refused_by_name(section, name, value):
     start: dict[str, Any] = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": ["1" * 64]}
     start |= {name: value} if section == "start" else {"rope": {name: value}}
     with pytest.raises(ValidationError, match=name):
@@ -167,7 +167,7 @@ def test_a_checkpoints_setting_far_out_of_its_range_is_refused_by_name(section: 
 
 @given(document=st.data())
 @settings(max_examples=settings().max_examples, deadline=None)
-def test_a_checkpoints_settings_anywhere_in_their_range_are_refused_or_make_a_model(document: st.DataObject) -> None:
+def test_a_checkpoints_settings_anywhere_in_their_range_are_refused_or_make_a_model(document):
     family = document.draw(st.sampled_from(list(FAMILIES)))
     experts = 0 if FAMILIES[family].is_dense else 2
     shape = {"family": family, "hidden_size": 16, "num_layers": 1, "num_experts": experts, "top_k": experts}
@@ -194,7 +194,7 @@ def test_a_checkpoints_settings_anywhere_in_their_range_are_refused_or_make_a_mo
 
 @pytest.mark.parametrize("value", FAR_OUT, ids=str)
 @pytest.mark.parametrize(("section", "name"), sorted(RANGES), ids=lambda part: part or "run")
-def test_a_setting_far_out_of_its_range_is_refused_by_name(section: str, name: str, value: float) -> None:
+def test_a_setting_far_out_of_its_range_is_refused_by_name(section, name, value):
     document = {section: {name: value}} if section else {name: value}
     try:
         run = RunConfig.model_validate(document)
@@ -206,12 +206,12 @@ def test_a_setting_far_out_of_its_range_is_refused_by_name(section: str, name: s
 
 
 @pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+def identity(tmp_path_factory):
     return Identity(tmp_path_factory.mktemp("identity") / "key")
 
 
 @pytest.fixture(scope="module")
-def loop() -> Any:
+def loop():
     found = uvloop.new_event_loop()
     yield found
     found.close()
@@ -219,16 +219,12 @@ def loop() -> Any:
 
 @given(document=documents(), speed=st.sampled_from([0.0, 1e-300, 1.0, 1e12]))
 @settings(max_examples=2 * settings().max_examples, deadline=None)
-def test_settings_anywhere_in_their_range_are_refused_by_name_or_can_be_used(
-    identity: Identity, loop: asyncio.AbstractEventLoop, document: dict[str, Any], speed: float
-) -> None:
+def test_settings_anywhere_in_their_range_are_refused_by_name_or_can_be_used(identity, loop, document, speed):
     use(document, identity, loop, speed)
 
 
 @pytest.mark.parametrize(("section", "name"), sorted(ENDS), ids=lambda part: part or "run")
-def test_a_setting_at_either_end_of_its_range_can_be_used(
-    identity: Identity, loop: asyncio.AbstractEventLoop, section: str, name: str
-) -> None:
+def test_a_setting_at_either_end_of_its_range_can_be_used(identity, loop, section, name):
     for value in ENDS[section, name]:
         use({section: {name: value}} if section else {name: value}, identity, loop, 1.0)
 

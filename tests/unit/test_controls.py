@@ -7,7 +7,6 @@ import errno
 import math
 import signal
 import threading
-from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -66,14 +65,14 @@ TABLE = [
 
 
 @pytest.mark.parametrize("row", TABLE, ids=map(str, range(len(TABLE))))
-def test_a_peer_does_what_the_table_says(row: tuple) -> None:
+def test_a_peer_does_what_the_table_says(row):
     wish, rules, around, state, trains, reason = row
     found = effective(wish, rules, around)
     assert (found.state, found.trains) == (state, trains) and reason in found.reason
     assert bool(found.reason) == (state != "training")
 
 
-def test_a_day_by_the_clock_holds_exactly_the_minutes_of_its_spans() -> None:
+def test_a_day_by_the_clock_holds_exactly_the_minutes_of_its_spans():
     trains = []
     for minute in range(24 * 60):
         clock = f"{minute // 60:02}:{minute % 60:02}"
@@ -81,7 +80,7 @@ def test_a_day_by_the_clock_holds_exactly_the_minutes_of_its_spans() -> None:
     assert [m for m in range(1, 1440) if trains[m] != trains[m - 1]] == [420, 720, 750, 1320]
 
 
-def test_times_and_words_are_read_as_they_are_written() -> None:
+def test_times_and_words_are_read_as_they_are_written():
     assert [duration(text) for text in ("90s", "15m", "2h", "1h30m", " 1D ")] == [90, 900, 7200, 5400, 86400]
     assert words(["threads=2", "on-battery=no", "hours="]) == {"threads": "2", "on_battery": "no", "hours": None}
     cut = ["hours=mon-fri 22:00-07:00", " sat-sun 00:00-24:00", "programs=blender", "steam", "gb_a_day=20"]
@@ -124,7 +123,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing(tmp_path: Path, case: str) -> None:
+def test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing(tmp_path, case):
     controls, (asked, message) = Controls(tmp_path), BAD[case]
     before = controls.view()
     with pytest.raises(ConfigError, match=message) as refused:
@@ -149,7 +148,7 @@ def test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing(tmp_p
         ("wish: !!python/object:os.system x", "is not valid YAML"),
     ],
 )
-def test_a_file_that_does_not_fit_is_one_line_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_does_not_fit_is_one_line_with_the_remedy(tmp_path, text, message):
     file = tmp_path / "controls.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message) as refused:
@@ -167,7 +166,7 @@ class Clock:
         return self.time
 
 
-def test_a_restart_keeps_a_pause_limits_and_rules_but_neither_finish_nor_leave(tmp_path: Path) -> None:
+def test_a_restart_keeps_a_pause_limits_and_rules_but_neither_finish_nor_leave(tmp_path):
     clock = Clock()
     controls = Controls(tmp_path, clock)
     controls.act("set", {"threads": "2", "duty": "50%", "uplink_mbit": 3})
@@ -177,7 +176,7 @@ def test_a_restart_keeps_a_pause_limits_and_rules_but_neither_finish_nor_leave(t
     again = Controls(tmp_path, clock)
     assert again.view() == controls.view() and again.view()["state"] == "paused"
     assert again.view()["rules"] == {
-        **{"hours": None, "on_battery": False, "programs": ["blender", "steam"], "gb_a_day": None},
+        **{"hours": None, "on_battery": False, "programs": ["blender", "steam"], "gb_a_day": None}
     }
     started = limited(PeerConfig(run_id="run", threads=1), again.limits)
     assert (started.threads, started.uplink_mbit) == (2, 3.0)
@@ -190,7 +189,7 @@ def test_a_restart_keeps_a_pause_limits_and_rules_but_neither_finish_nor_leave(t
         controls.act("pause", {})
 
 
-def test_a_verb_wakes_a_training_that_rests(tmp_path: Path) -> None:
+def test_a_verb_wakes_a_training_that_rests(tmp_path):
     controls = Controls(tmp_path)
     controls.act("set", {"duty": "1%"})
     found: list[Intent] = []
@@ -201,7 +200,7 @@ def test_a_verb_wakes_a_training_that_rests(tmp_path: Path) -> None:
     assert [intent.trains for intent in found] == [False]
 
 
-def test_a_duty_cycle_rests_after_a_step_for_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_duty_cycle_rests_after_a_step_for_its_share(tmp_path, monkeypatch):
     rests: list[float] = []
     controls = Controls(tmp_path)
     monkeypatch.setattr(controls._changed, "wait_for", lambda _, seconds: rests.append(seconds))
@@ -214,7 +213,7 @@ def test_a_duty_cycle_rests_after_a_step_for_its_share(tmp_path: Path, monkeypat
     assert rests == [pytest.approx(6.0), owner.MAX_REST_SECONDS, 1.5], "never beyond the round's end"
 
 
-def test_the_days_traffic_outlives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:
+def test_the_days_traffic_outlives_a_restart_and_ends_at_midnight(tmp_path):
     clock, total = Clock(), [0, 0]
     controls = Controls(tmp_path, clock)
     controls.act("rules", {"gb_a_day": 1})
@@ -228,7 +227,7 @@ def test_the_days_traffic_outlives_a_restart_and_ends_at_midnight(tmp_path: Path
         assert again.act("resume", {})["state"] == "training"
 
 
-def test_status_says_what_keeps_a_peer_that_may_train_from_it(tmp_path: Path) -> None:
+def test_status_says_what_keeps_a_peer_that_may_train_from_it(tmp_path):
     controls = Controls(tmp_path)
     controls.live("it waits for the others")
     assert controls.act("status", {})["reason"] == "it waits for the others"
@@ -237,7 +236,7 @@ def test_status_says_what_keeps_a_peer_that_may_train_from_it(tmp_path: Path) ->
     assert controls.act("resume", {})["reason"] == "it trains"
 
 
-def test_more_slots_than_the_peer_was_started_with_are_refused(tmp_path: Path) -> None:
+def test_more_slots_than_the_peer_was_started_with_are_refused(tmp_path):
     controls = Controls(tmp_path)
     with controls.watching(lambda: (0, 0), max_slots=4, interrupts=False):
         assert controls.act("set", {"slots": 4})["limits"]["slots"] == 4
@@ -245,7 +244,7 @@ def test_more_slots_than_the_peer_was_started_with_are_refused(tmp_path: Path) -
             controls.act("set", {"slots": 5})
 
 
-def test_a_rule_about_a_program_sees_this_machines_processes(tmp_path: Path) -> None:
+def test_a_rule_about_a_program_sees_this_machines_processes(tmp_path):
     import psutil
 
     controls = Controls(tmp_path)
@@ -254,9 +253,7 @@ def test_a_rule_about_a_program_sees_this_machines_processes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("verb", "values"), [("leave", {}), ("pause", {}), ("set", {"duty": 0.5})])
-def test_a_verb_that_cannot_be_kept_changes_nothing(
-    tmp_path: Path, verb: str, values: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verb_that_cannot_be_kept_changes_nothing(tmp_path, verb, values, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -270,7 +267,7 @@ def test_a_verb_that_cannot_be_kept_changes_nothing(
     assert controls.act("leave", {})["state"] == "leaving"
 
 
-def test_leave_ends_this_process_as_sigterm_does(tmp_path: Path) -> None:
+def test_leave_ends_this_process_as_sigterm_does(tmp_path):
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -288,6 +285,6 @@ def test_leave_ends_this_process_as_sigterm_does(tmp_path: Path) -> None:
     assert ranks.intent(0.0, 0.0).leaves
 
 
-def test_a_value_of_none_takes_a_setting_back() -> None:
+def test_a_value_of_none_takes_a_setting_back():
     assert changed(Limits(threads=2, slots=3), {"threads": None}) == Limits(slots=3)
     assert changed(Rules(on_battery=False), {"on_battery": None}) == Rules()

@@ -37,7 +37,7 @@ needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     words = ["peer", "slot", "round", "swarm"]
     tokenizer = train_bpe([" ".join(random.Random(i).choices(words, k=40)) for i in range(20)], 280)
@@ -62,7 +62,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def task_path(tmp_path_factory) -> Path:
+def task_path(tmp_path_factory):
     return write_local_tasks(tmp_path_factory.mktemp("tasks"))
 
 
@@ -463,7 +463,7 @@ def test_two_processes_share_the_requests_and_report_once(checkpoint, task_path,
                 assert shared[task][name] == pytest.approx(value, rel=1e-6), (task, name)
 
 
-def test_of_a_group_without_a_mean_the_parts_are_shown() -> None:
+def test_of_a_group_without_a_mean_the_parts_are_shown():
     result = {
         "results": {
             "leaderboard": {"alias": "leaderboard", "sample_len": 4},

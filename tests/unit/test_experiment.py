@@ -8,7 +8,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -58,7 +58,7 @@ class Idle:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Words:
+def started(monkeypatch):
     """What was started last, in that order: each child's words by its name."""
     started: Words = {}
     monkeypatch.setattr(Idle, "started", started)
@@ -69,7 +69,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Words:
 
 
 @pytest.fixture
-def interrupted(tmp_path: Path, started: Words) -> Callable[..., Words]:
+def interrupted(tmp_path, started):
     """Starts an experiment, leaves of its peers' folders only what is named, and resumes it."""
 
     def resume(**left: str) -> Words:
@@ -108,15 +108,13 @@ def peers_of(started: Words) -> Words:
     return peers
 
 
-def test_an_experiment_interrupted_before_its_peers_kept_anything_starts_them_all_anew(
-    interrupted: Callable[..., Words], tmp_path: Path
-) -> None:
+def test_an_experiment_interrupted_before_its_peers_kept_anything_starts_them_all_anew(interrupted, tmp_path):
     peers = peers_of(interrupted())
     assert next(iter(peers)) == "peer-0" and flag(peers["peer-0"], "--config") == str(tmp_path / "out" / "run.yaml")
     assert not any("--resume" in words for words in peers.values())
 
 
-def test_peers_with_nothing_to_resume_join_those_that_go_on(interrupted: Callable[..., Words]) -> None:
+def test_peers_with_nothing_to_resume_join_those_that_go_on(interrupted):
     """Whichever those are: also where the founder's folder is gone, what the others have trained counts."""
     peers = peers_of(interrupted(peer_2="versions"))
     assert next(iter(peers)) == "peer-2"
@@ -125,21 +123,19 @@ def test_peers_with_nothing_to_resume_join_those_that_go_on(interrupted: Callabl
     assert flag(peers["peer-2"], "--seed-seconds") == "30", "of a finished run, too, for the monitor's sake"
 
 
-def test_a_peer_killed_before_its_start_was_kept_is_started_anew(interrupted: Callable[..., Words]) -> None:
+def test_a_peer_killed_before_its_start_was_kept_is_started_anew(interrupted):
     peers = peers_of(interrupted(peer_0="versions", peer_1=".starting"))
     assert "--resume" in peers["peer-0"] and "--resume" not in peers["peer-1"]
 
 
-def test_what_the_founder_is_told_to_begin_with_is_a_peers_configuration(
-    interrupted: Callable[..., Words], tmp_path: Path
-) -> None:
+def test_what_the_founder_is_told_to_begin_with_is_a_peers_configuration(interrupted, tmp_path):
     interrupted()
     kept = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
     assert set(kept) <= set(PeerConfig.model_fields)
     assert PeerConfig(**kept).run.round.min_peers == PEERS
 
 
-def test_a_first_start_that_was_killed_is_not_resumed_and_does_not_refuse_the_next(tmp_path: Path) -> None:
+def test_a_first_start_that_was_killed_is_not_resumed_and_does_not_refuse_the_next(tmp_path):
     assert not can_resume(tmp_path) and not can_resume(tmp_path / "none")
     for name in ("identity.key", ".starting"):
         (tmp_path / name).touch()
@@ -150,7 +146,7 @@ def test_a_first_start_that_was_killed_is_not_resumed_and_does_not_refuse_the_ne
 
 
 @pytest.mark.parametrize("look", [can_resume, partial(check_output, resume=False, overwrite=False)])
-def test_an_output_that_cannot_be_looked_into_is_one_line(look: Callable[[Path], object], tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_looked_into_is_one_line(look, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read --output .*: File name too long; name another"):
         look(tmp_path / ("x" * 300))
 
@@ -159,9 +155,7 @@ def test_an_output_that_cannot_be_looked_into_is_one_line(look: Callable[[Path],
     ("trained", "told"),
     [(1000, ""), (960, ""), (800, "80% of the 1,000 that its settings ask for"), (0, "0% of the 1,000")],
 )
-def test_an_experiment_says_how_many_tokens_it_trained_and_if_they_are_too_few(
-    trained: int, told: str, tmp_path: Path
-) -> None:
+def test_an_experiment_says_how_many_tokens_it_trained_and_if_they_are_too_few(trained, told, tmp_path):
     config = ExperimentConfig(output=tmp_path, run=RunConfig(round=RoundConfig(tokens=100, total=10)))
     events = [{"total_tokens": 0}, {}, {"total_tokens": trained}]
     lines = [json.dumps({"kind": "round", "time": 0.0} | event) + "\n" for event in events]
@@ -173,13 +167,8 @@ def test_an_experiment_says_how_many_tokens_it_trained_and_if_they_are_too_few(
 
 @pytest.mark.parametrize(("interrupt", "leaves"), [(KeyboardInterrupt, True), (Terminated, False)])
 def test_ctrl_c_leaves_the_newest_model_of_any_peer_and_sigterm_does_not_wait_for_one(
-    interrupt: type[BaseException],
-    leaves: bool,
-    tmp_path: Path,
-    started: Words,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    interrupt, leaves, tmp_path, started, monkeypatch, capsys
+):
     out = tmp_path / "out"
     identity = Identity(tmp_path / "key")
 
@@ -201,9 +190,7 @@ def test_ctrl_c_leaves_the_newest_model_of_any_peer_and_sigterm_does_not_wait_fo
         assert_same(out / "model", models[0])
 
 
-def test_a_peer_that_leaves_as_it_was_asked_to_ends_no_experiment(
-    tmp_path: Path, started: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_leaves_as_it_was_asked_to_ends_no_experiment(tmp_path, started, monkeypatch, capsys):
     start = Idle.start
 
     def leave(child: Idle) -> None:
@@ -221,7 +208,7 @@ def test_a_peer_that_leaves_as_it_was_asked_to_ends_no_experiment(
     assert "peer-1 has left, as it was asked to; the swarm goes on without it" in capsys.readouterr().out
 
 
-def test_which_checkpoints_to_keep_is_passed_on_to_the_peers(tmp_path: Path, started: Words) -> None:
+def test_which_checkpoints_to_keep_is_passed_on_to_the_peers(tmp_path, started):
     run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
     common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
     assert local.main(ExperimentConfig(run=run, peers=2, max_slots=8, keep_last=3, keep_every=5, **common)) == 0
@@ -230,9 +217,7 @@ def test_which_checkpoints_to_keep_is_passed_on_to_the_peers(tmp_path: Path, sta
 
 
 @pytest.mark.parametrize("name", ["with space", "it's $HOME", "plain"])
-def test_printed_commands_are_what_a_shell_takes_for_them(
-    name: str, tmp_path: Path, started: Words, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_commands_are_what_a_shell_takes_for_them(name, tmp_path, started, capsys):
     out, text = tmp_path / name / "out", tmp_path / name / "text.txt"
     run = RunConfig.model_validate({"model": {**SHAPE, "num_experts": 8, "top_k": 2}, "data": {"source": "files"}})
     config = ExperimentConfig(run=run, peers=2, max_slots=8, output=out, text=[text], cache=tmp_path / "cache")
@@ -254,7 +239,7 @@ def test_printed_commands_are_what_a_shell_takes_for_them(
     assert shlex.split(str(refused.value).rpartition("settings with: ")[2]) == amend
 
 
-def test_the_numbers_of_all_processes_lie_beside_the_logs(tmp_path: Path, started: Words) -> None:
+def test_the_numbers_of_all_processes_lie_beside_the_logs(tmp_path, started):
     run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
     common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
     for resume in (False, True):  # those of an earlier start are of other programs now
@@ -266,9 +251,7 @@ def test_the_numbers_of_all_processes_lie_beside_the_logs(tmp_path: Path, starte
 
 
 @pytest.mark.parametrize("device", [None, "auto", "cpu"])
-def test_peers_train_on_the_device_that_they_find_unless_one_is_chosen(
-    device: str | None, tmp_path: Path, started: Words
-) -> None:
+def test_peers_train_on_the_device_that_they_find_unless_one_is_chosen(device, tmp_path, started):
     run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
     chosen = {} if device is None else {"device": device}
     common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
@@ -281,7 +264,7 @@ def test_peers_train_on_the_device_that_they_find_unless_one_is_chosen(
             assert flags is None or load_settings(PeerConfig, words[1:]).device == (device or "auto")
 
 
-def test_paths_of_sources_are_made_absolute_behind_their_names_and_addresses_stay(monkeypatch, tmp_path) -> None:
+def test_paths_of_sources_are_made_absolute_behind_their_names_and_addresses_stay(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     source = {"name": "web", "fingerprint": "0" * 64, "weights": [1]}
     run = RunConfig.model_validate({"data": {"source": "files", "mixture": [source]}})
@@ -292,7 +275,7 @@ def test_paths_of_sources_are_made_absolute_behind_their_names_and_addresses_sta
     assert local._own(ExperimentConfig(data=["a=b.npy"]))["data"] == [f"{tmp_path}/a=b.npy"]
 
 
-def test_settings_given_with_resume_that_the_run_does_not_have_are_refused(tmp_path) -> None:
+def test_settings_given_with_resume_that_the_run_does_not_have_are_refused(tmp_path):
     kept = RunConfig.model_validate({"round": {"total": 9, "min_peers": 2}})
     (tmp_path / local.RUN_FILE).write_text(yaml.safe_dump({"run": kept.model_dump(mode="json"), "run_id": "local"}))
     common = ["--resume", "--output", str(tmp_path)]
@@ -324,7 +307,7 @@ print(children[2].exitcode)
 
 
 @pytest.mark.parametrize("end", ["kills", "dies"])
-def test_a_child_runs_a_command_in_a_log_of_its_own_and_dies_with_its_parent(tmp_path: Path, end: str) -> None:
+def test_a_child_runs_a_command_in_a_log_of_its_own_and_dies_with_its_parent(tmp_path, end):
     log = tmp_path / "peer.log"
     words = [sys.executable, "-c", CHILDREN, str(log), end]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)

@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -454,19 +454,19 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def worker(tmp_path_factory):
     worker = Worker(tmp_path_factory.mktemp("golden") / "errors.txt")
     yield worker
     worker.close()
 
 
 @pytest.fixture(scope="module")
-def arithmetic(worker: Worker) -> dict[str, str]:
+def arithmetic(worker):
     return worker.measure("probe")
 
 
 @pytest.fixture(scope="module")
-def rewritten(arithmetic: dict[str, str], request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, str]] | None]:
+def rewritten(arithmetic, request):
     """What is measured, to be on record from now on; None unless REWRITE is set."""
     if not os.environ.get(REWRITE):
         yield None
@@ -492,9 +492,7 @@ def of_this_run(probe: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sample(NAMES, set(NAMES) - set(FULL)))
-def test_a_simulated_run_ends_in_the_digests_on_record(
-    name: str, worker: Worker, arithmetic: dict[str, str], rewritten: dict[str, dict[str, str]] | None
-) -> None:
+def test_a_simulated_run_ends_in_the_digests_on_record(name, worker, arithmetic, rewritten):
     if name in NEEDS_BITSANDBYTES and not arithmetic["bitsandbytes"]:
         pytest.skip("bitsandbytes is not installed")
     if rewritten is not None:
@@ -510,7 +508,7 @@ def test_a_simulated_run_ends_in_the_digests_on_record(
     assert worker.measure(name) == record["runs"][name]
 
 
-def test_every_run_is_on_record_and_nothing_else(rewritten: dict[str, dict[str, str]] | None) -> None:
+def test_every_run_is_on_record_and_nothing_else(rewritten):
     if rewritten is None:
         assert list(json.loads(RECORD.read_text())["runs"]) == list(NAMES)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import guards
 import pytest
 
 
-def test_every_guard_can_be_removed() -> None:
+def test_every_guard_can_be_removed():
     found = list(guards.find_guards())
     assert len(found) > 300
     for guard in found:
@@ -49,7 +48,7 @@ def test_every_guard_can_be_removed() -> None:
         ("y = 1", "# MARK\ny = odd(x)", "y = 1"),
     ],
 )
-def test_each_kind_of_removal_edits_the_marked_line(tmp_path: Path, kind: str, marked: str, removed: str) -> None:
+def test_each_kind_of_removal_edits_the_marked_line(tmp_path, kind, marked, removed):
     (tmp_path / "spes_p2p").mkdir()
     (tmp_path / "spes_p2p" / "f.py").write_text(marked := marked.replace("MARK", f"guard: {kind}"))
     (guard,) = guards.find_guards(tmp_path)
@@ -69,6 +68,6 @@ def test_each_kind_of_removal_edits_the_marked_line(tmp_path: Path, kind: str, m
         ("a -> b", "a = a"),
     ],
 )
-def test_a_removal_that_does_not_fit_the_line_is_refused(kind: str, line: str) -> None:
+def test_a_removal_that_does_not_fit_the_line_is_refused(kind, line):
     with pytest.raises(ValueError):
         guards.edits(line, guards.Guard("f.py", 1, kind))

@@ -36,28 +36,28 @@ def code(path: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize(("minutes", "expected"), [(34.0, 0), (35.0, 1)])
-def test_the_runs_own_rounds_say_how_long_one_may_take(minutes: float, expected: int, tmp_path: Path) -> None:
+def test_the_runs_own_rounds_say_how_long_one_may_take(minutes, expected, tmp_path):
     assert code(folder(tmp_path, minutes)) == expected, "3 x (600 + 3 + 30 + 60) s are 34.65 minutes"
 
 
-def test_short_rounds_make_a_short_wait_and_a_flag_comes_first(tmp_path: Path) -> None:
+def test_short_rounds_make_a_short_wait_and_a_flag_comes_first(tmp_path):
     path = folder(tmp_path, 6.0, max_seconds=20.0, exchange_seconds=10.0, averaging_seconds=5.0)
     assert longest_minutes(path) == 5.0 and code(path) == 1 and code(path, "--minutes", "7") == 0
 
 
-def test_rounds_without_a_longest_time_and_folders_without_a_manifest_have_half_an_hour(tmp_path: Path) -> None:
+def test_rounds_without_a_longest_time_and_folders_without_a_manifest_have_half_an_hour(tmp_path):
     assert longest_minutes(folder(tmp_path / "a", 0.0, mode="steps")) == 30.0
     assert longest_minutes(tmp_path / "none") == 30.0
     (tmp_path / "a" / "versions" / "manifest.0.bin").write_text("{")
     assert longest_minutes(tmp_path / "a") == 30.0
 
 
-def test_a_peer_that_has_not_joined_is_not_healthy(tmp_path: Path) -> None:
+def test_a_peer_that_has_not_joined_is_not_healthy(tmp_path):
     assert code(tmp_path) == 1
 
 
 @pytest.mark.parametrize(("stage", "expected"), [("paused", 0), ("", 1)])
-def test_a_paused_peer_is_healthy(stage: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_peer_is_healthy(stage, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which has no part in it
     path = folder(tmp_path, 600.0)
     assert not is_paused(path)

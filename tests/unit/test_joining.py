@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,9 +33,7 @@ def setup_of(config: PeerConfig) -> Setup:
     return Setup.of(RUN, config, 4096, num_ranks=1, on_gpu=False)
 
 
-def test_a_chosen_number_of_slots_that_does_not_fit_is_refused_and_those_that_fit_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_chosen_number_of_slots_that_does_not_fit_is_refused_and_those_that_fit_are_told(monkeypatch):
     setup = setup_of(chosen(4))
     monkeypatch.setattr(joining, "free_memory_bytes", lambda: peer_bytes(SIZE, 60, setup))
     assert joining._max_slots(chosen(60), SIZE, setup) == 60
@@ -45,9 +42,7 @@ def test_a_chosen_number_of_slots_that_does_not_fit_is_refused_and_those_that_fi
         joining._max_slots(chosen(61), SIZE, setup)
 
 
-def test_of_a_peer_that_trains_on_a_gpu_both_the_gpus_and_the_hosts_share_must_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_peer_that_trains_on_a_gpu_both_the_gpus_and_the_hosts_share_must_fit(monkeypatch):
     setup = replace(setup_of(chosen(4)), on_gpu=True)
     of_60, of_30 = peer_memory(SIZE, 60, setup), peer_memory(SIZE, 30, setup)
     monkeypatch.setattr(joining, "free_memory_bytes", lambda: of_60.host_bytes)
@@ -62,11 +57,11 @@ def test_of_a_peer_that_trains_on_a_gpu_both_the_gpus_and_the_hosts_share_must_f
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_has_no_gpu_memory() -> None:
+def test_a_machine_without_a_gpu_has_no_gpu_memory():
     assert free_gpu_bytes() is None
 
 
-def test_no_peer_has_more_slots_than_a_claim_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_peer_has_more_slots_than_a_claim_can_hold(monkeypatch):
     monkeypatch.setattr(joining, "free_memory_bytes", lambda: 2**50)
     assert joining._max_slots(chosen("auto"), SIZE, setup_of(chosen("auto"))) == MAX_CLAIMED
     with pytest.raises(ConfigError, match="max_slots=150 exceeds the 128 slots that a claim can hold"):
@@ -86,9 +81,7 @@ def test_no_peer_has_more_slots_than_a_claim_can_hold(monkeypatch: pytest.Monkey
         ([], None, 4e-5, 8, 98_304),
     ],
 )
-def test_what_a_founder_leaves_open_suits_a_trained_model_and_few_conversations(
-    words: list[str], num_tokens: tuple[int, int] | None, rate: float, batch: int, tokens: int
-) -> None:
+def test_what_a_founder_leaves_open_suits_a_trained_model_and_few_conversations(words, num_tokens, rate, batch, tokens):
     chosen = load_settings(PeerConfig, ["--run-id", "r", *words]).run or RunConfig()
     run = chosen.model_copy(update={"model": ModelConfig(hidden_size=1024, num_heads=16)})
     suited = _suited(run, num_tokens)
@@ -101,9 +94,7 @@ def test_what_a_founder_leaves_open_suits_a_trained_model_and_few_conversations(
 @pytest.mark.parametrize(
     ("settings", "source"), [("{vocab_size: 512}", "files"), ("{source: embedded}", "embedded"), ("", "files")]
 )
-def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
-    flag: str, settings: str, source: str, tmp_path: Path
-) -> None:
+def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(flag, settings, source, tmp_path):
     (tmp_path / "run.yaml").write_text(f"run: {{data: {settings or '{}'}}}\n")
     words = ["--run-id", "r", "--config", str(tmp_path / "run.yaml"), flag, "mine"]
     peer = load_settings(PeerConfig, words)
@@ -112,9 +103,7 @@ def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
         assert config.run is not None and _on_files(config, config.run).data.source == source
 
 
-def test_a_job_that_its_cluster_starts_again_overwrites_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_its_cluster_starts_again_overwrites_nothing(tmp_path, monkeypatch):
     """It is started with the same words: each time it deleted what it had trained."""
     words = ["--run-id", "r", "--overwrite", "--shared", str(tmp_path)]
     (tmp_path / "node" / "checkpoint").mkdir(parents=True)
@@ -125,9 +114,7 @@ def test_a_job_that_its_cluster_starts_again_overwrites_nothing(
     assert (first.resume, first.overwrite, again.resume, again.overwrite) == (False, True, True, False)
 
 
-def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(tmp_path, caplog):
     def port(*words: str, host: str = "127.0.0.1") -> int:
         settings = ["--run-id", "r", "--output", str(tmp_path), *words]
         return listen_port(load_settings(PeerConfig, settings), host, "QmPeer")
@@ -158,9 +145,7 @@ def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(
         (["--uplink-mbit", "100000"], 5, ""),
     ],
 )
-def test_a_founders_uplink_decides_how_long_rounds_are(
-    words: list[str], least: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_founders_uplink_decides_how_long_rounds_are(words, least, said, caplog):
     caplog.set_level("INFO")
     config = load_settings(PeerConfig, ["--run-id", "r", "--config", "configs/home_1b.yaml", *words])
     assert config.run is not None
@@ -182,9 +167,7 @@ def test_a_founders_uplink_decides_how_long_rounds_are(
     ],
     ids=["slow", "bits chosen", "moments chosen", "muon", "rounds chosen", "fast", "trained", "not told"],
 )
-def test_peers_with_a_slow_uplink_send_little_unless_their_founder_chooses_otherwise(
-    words: list[str], codecs: tuple[str, str], moments: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_peers_with_a_slow_uplink_send_little_unless_their_founder_chooses_otherwise(words, codecs, moments, caplog):
     caplog.set_level("INFO")
     config = load_settings(PeerConfig, ["--run-id", "r", *words])
     before = config.run or RunConfig()
@@ -208,7 +191,7 @@ def test_peers_with_a_slow_uplink_send_little_unless_their_founder_chooses_other
         (["--resume", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/QmX"], 3),
     ],
 )
-def test_a_peer_that_resumes_alone_waits_for_no_other(words: list[str], waits_for: int) -> None:
+def test_a_peer_that_resumes_alone_waits_for_no_other(words, waits_for):
     """It waited for `round.min_peers` for ever. A run's start, and a peer that others are to join again, wait."""
     run = RUN.model_copy(update={"round": RUN.round.model_copy(update={"min_peers": 3})})
     config = load_settings(PeerConfig, ["--run-id", "r", *words])

@@ -38,12 +38,12 @@ def packed(*lines: str) -> str:
     count=st.integers(1, MAX_ADDRESSES),
     invite=st.from_regex(r"[A-Za-z0-9+/=.]{0,768}", fullmatch=True),
 )
-def test_a_link_holds_everything_it_was_made_of(name: str, count: int, invite: str) -> None:
+def test_a_link_holds_everything_it_was_made_of(name, count, invite):
     link = JoinLink(run_id=name, founder=FOUNDER, addresses=(ADDRESSES * 2)[:count], invite=invite)
     assert JoinLink.parse(link.encode()) == link
 
 
-def test_a_link_names_a_recent_certificate_and_one_from_before_the_first_has_none() -> None:
+def test_a_link_names_a_recent_certificate_and_one_from_before_the_first_has_none():
     recent = "1234:" + "9f" * 32
     link = LINK.model_copy(update={"recent": recent})
     assert JoinLink.parse(link.encode()) == link and len(link.encode()) < len(LINK.encode()) + 110
@@ -92,7 +92,7 @@ def test_a_link_names_a_recent_certificate_and_one_from_before_the_first_has_non
         ),
     ],
 )
-def test_what_a_chat_puts_around_a_link_does_no_harm(around: str) -> None:
+def test_what_a_chat_puts_around_a_link_does_no_harm(around):
     for number in range(8):  # of these links some end with a character that may be a mark
         link = LINK.model_copy(update={"run_id": f"my_run-{number}", "addresses": (f"{ADDRESSES[0]}{number}",)})
         assert JoinLink.parse(around.format(link.encode())) == link
@@ -100,13 +100,13 @@ def test_what_a_chat_puts_around_a_link_does_no_harm(around: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["\r\n ", "=\r\n", "\u200b", "\u00ad", "\u2028", "\n> ", "<wbr>", "\u200e", "\t"])
-def test_a_link_that_a_mail_has_broken_into_lines_is_whole_again(broken: str) -> None:
+def test_a_link_that_a_mail_has_broken_into_lines_is_whole_again(broken):
     word = LINK.encode()
     assert JoinLink.parse(broken.join(word[at : at + 60] for at in range(0, len(word), 60))) == LINK
     assert JoinLink.parse(LINK.model_copy(update={"run_id": "my_run"}).encode().replace("_", "\\_")).run_id == "my_run"
 
 
-def test_a_link_that_was_cut_short_is_refused_and_a_changed_one_never_means_another_run() -> None:
+def test_a_link_that_was_cut_short_is_refused_and_a_changed_one_never_means_another_run():
     word = LINK.encode()
     start = word.index(".") + 1
     for end in range(start, len(word)):
@@ -141,13 +141,13 @@ def test_a_link_that_was_cut_short_is_refused_and_a_changed_one_never_means_anot
         "spes:my-run." + "A" * 100_000,
     ],
 )
-def test_what_is_no_link_is_refused_in_one_printable_line(text: str) -> None:
+def test_what_is_no_link_is_refused_in_one_printable_line(text):
     with pytest.raises(ConfigError) as refused:
         JoinLink.parse(text)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 200
 
 
-def test_a_link_unpacks_to_a_few_kilobytes_at_most() -> None:
+def test_a_link_unpacks_to_a_few_kilobytes_at_most():
     bomb = "spes:my-run." + packed(FOUNDER, "", "/" + "a" * 2_500_000)
     tracemalloc.start()
     with pytest.raises(ConfigError):
@@ -157,12 +157,12 @@ def test_a_link_unpacks_to_a_few_kilobytes_at_most() -> None:
     assert peak < 1_000_000
 
 
-def test_a_bad_link_on_the_command_line_names_the_remedy() -> None:
+def test_a_bad_link_on_the_command_line_names_the_remedy():
     with pytest.raises(ConfigError, match="copy the whole word"):
         load_settings(JoinConfig, [LINK.encode()[:-5]])
 
 
-def test_a_link_in_the_environment_stays_out_of_the_process_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_in_the_environment_stays_out_of_the_process_list(monkeypatch):
     with pytest.raises(ConfigError, match="set SPES_LINK"):
         load_settings(JoinConfig, [])
     monkeypatch.setenv("SPES_LINK", LINK.encode())
@@ -170,7 +170,7 @@ def test_a_link_in_the_environment_stays_out_of_the_process_list(monkeypatch: py
     assert load_settings(JoinConfig, [LINK.model_copy(update={"run_id": "b"}).encode()]).link.startswith("spes:b.")
 
 
-def test_joining_by_a_link_is_joining_with_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_by_a_link_is_joining_with_what_it_holds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     peer = as_peer(load_settings(JoinConfig, [LINK.encode(), "--max-slots", "2", "--text", "a.txt"]))
     assert (peer.run_name, peer.founder, tuple(peer.initial_peers)) == ("my-run", FOUNDER, ADDRESSES)
@@ -180,9 +180,7 @@ def test_joining_by_a_link_is_joining_with_what_it_holds(tmp_path: Path, monkeyp
     assert as_peer(load_settings(JoinConfig, [invited, "--invite", "other"])).invite == "other"
 
 
-def test_the_same_command_again_goes_on_where_it_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_again_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/my-run/checkpoint").mkdir(parents=True)
     assert as_peer(load_settings(JoinConfig, [LINK.encode()])).resume
@@ -196,9 +194,7 @@ def test_the_same_command_again_goes_on_where_it_was_interrupted(
     check_output(again.output, resume=again.resume, overwrite=again.overwrite)
 
 
-def test_a_link_with_an_invite_lets_one_word_join_a_closed_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_with_an_invite_lets_one_word_join_a_closed_run(tmp_path, capsys):
     keys = IdentityKeys(Identity(tmp_path / "identity.key"))
     folder = PeerFolder(tmp_path, Identity(tmp_path / "identity.key")).folder
     founding = ModelFolder(folder).manifest.digest
@@ -224,7 +220,7 @@ def test_a_link_with_an_invite_lets_one_word_join_a_closed_run(
         invite.main(load_settings(InviteConfig, [str(folder), "--identity", str(other)]))
 
 
-def test_the_link_for_friends_is_the_users_own_and_keeps_its_invite(tmp_path: Path) -> None:
+def test_the_link_for_friends_is_the_users_own_and_keeps_its_invite(tmp_path):
     keys, file = IdentityKeys(Identity(tmp_path / "identity.key")), tmp_path / "friends_link"
     invites = set()
     for address in ADDRESSES:

@@ -24,7 +24,7 @@ FOLDERS = ["data[1]", "data[!1]", "a * b", "what?", "[draft]", "in [brackets] {a
 
 
 @pytest.fixture(params=FOLDERS)
-def folder(request, tmp_path, monkeypatch) -> Path:
+def folder(request, tmp_path, monkeypatch):
     """A folder with a name like a pattern, beside one that the pattern would match, from the working directory."""
     for name, text in ((request.param, "here"), ("data1", "elsewhere"), ("data2", "elsewhere"), ("a x b", "elsewhere")):
         (tmp_path / name / "below").mkdir(parents=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.peer import page as peer_page
 from spes_p2p.peer.controls import Controls
 from spes_p2p.peer.joining import LINK_FILE
-from spes_p2p.peer.page import PeerPage, shown
+from spes_p2p.peer.page import shown
 from spes_p2p.presentation import qr_rows
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from tests.unit.monitor.swarms import body, claim, peer_id, progress, report
@@ -58,12 +58,12 @@ class ScriptedSwarm:
 
 
 @pytest.fixture
-def swarm() -> ScriptedSwarm:
+def swarm():
     return ScriptedSwarm()
 
 
 @pytest.fixture
-def page(swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerPage]:
+def page(swarm, tmp_path, monkeypatch):
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
     revisions = SimpleNamespace(run=RunConfig())
     config, controls = PeerConfig(run_id="run", output=tmp_path), Controls(tmp_path)
@@ -84,7 +84,7 @@ def wait_for(output: Path, condition: Callable[[dict], Any]) -> dict:
         time.sleep(0.02)
 
 
-def test_the_page_says_where_the_peer_is_in_its_life(page: PeerPage, swarm: ScriptedSwarm, tmp_path: Path) -> None:
+def test_the_page_says_where_the_peer_is_in_its_life(page, swarm, tmp_path):
     wait_for(tmp_path, lambda state: state["now"]["state"] == "joining" and "others" in state["now"]["why"])
     page.say("")
     wait_for(tmp_path, lambda state: state["now"]["state"] == "training")
@@ -97,9 +97,7 @@ def test_the_page_says_where_the_peer_is_in_its_life(page: PeerPage, swarm: Scri
     wait_for(tmp_path, lambda state: state["now"]["state"] == "leaving")
 
 
-def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
-    page: PeerPage, swarm: ScriptedSwarm, tmp_path: Path
-) -> None:
+def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(page, swarm, tmp_path):
     swarm.silences = 2  # and what fails to be read is read the next time
     for number in (1, 2, 3):
         page.reported(report(0, number, tokens=1000 * number, total_tokens=9000, bytes_out=10 * number))
@@ -117,9 +115,7 @@ def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
     assert any("round 2:" in words for _, words in state["events"])
 
 
-def test_a_page_shows_its_own_peer_while_the_dht_does_not_answer(
-    page: PeerPage, swarm: ScriptedSwarm, tmp_path: Path
-) -> None:
+def test_a_page_shows_its_own_peer_while_the_dht_does_not_answer(page, swarm, tmp_path):
     page.say("")
     wait_for(tmp_path, lambda state: state["now"]["state"] == "training")
     swarm.silences = 10**6
@@ -150,9 +146,7 @@ def test_a_page_shows_its_own_peer_while_the_dht_does_not_answer(
     ],
     ids=["embedded", "text", "shards", "mixture"],
 )
-def test_the_page_tells_others_the_flags_that_they_need_beside_the_link(
-    own: dict[str, Any], data: dict[str, Any], flags: str, swarm: ScriptedSwarm, tmp_path: Path
-) -> None:
+def test_the_page_tells_others_the_flags_that_they_need_beside_the_link(own, data, flags, swarm, tmp_path):
     (tmp_path / LINK_FILE).write_text("spes:run.abc\n")
     config = PeerConfig(run_id="run", output=tmp_path, **own)
     for is_closed in (False, True):
@@ -163,15 +157,13 @@ def test_the_page_tells_others_the_flags_that_they_need_beside_the_link(
         assert state["run"]["code"] == list(qr_rows("spes:run.abc")), "what a phone reads is the link alone"
 
 
-def test_a_peer_without_a_page_has_none(swarm: ScriptedSwarm, tmp_path: Path) -> None:
+def test_a_peer_without_a_page_has_none(swarm, tmp_path):
     config = PeerConfig(run_id="run", output=tmp_path, page="off")
     with shown(config, swarm, SimpleNamespace(), Controls(tmp_path)) as page:  # type: ignore[arg-type]
         assert page is None and not (tmp_path / "page").exists()
 
 
-def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_log(
-    swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_log(swarm, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
     revisions = SimpleNamespace(run=RunConfig())
     controls = Controls(tmp_path)
@@ -190,9 +182,7 @@ def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_lo
         assert (tmp_path / "control-token").read_text().strip() not in caplog.text + str(state)
 
 
-def test_a_page_for_other_machines_shows_no_rules(
-    swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_for_other_machines_shows_no_rules(swarm, tmp_path, monkeypatch):
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
     revisions = SimpleNamespace(run=RunConfig())
     config = PeerConfig(run_id="run", output=tmp_path, page="0.0.0.0:0")

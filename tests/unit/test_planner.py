@@ -88,7 +88,7 @@ def slot_model(
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
-def test_counts_what_stock_hugging_face_builds(family: str, tied: bool, num_kv_heads: int) -> None:
+def test_counts_what_stock_hugging_face_builds(family, tied, num_kv_heads):
     model = small_model(family=family, tie_embeddings=tied, num_kv_heads=num_kv_heads, intermediate_size=20)
     params = dict(stock_model(model).named_parameters())
     expert_params = sum(p.numel() for name, p in params.items() if ".experts." in name)
@@ -103,7 +103,7 @@ def test_counts_what_stock_hugging_face_builds(family: str, tied: bool, num_kv_h
 
 @pytest.mark.parametrize("claimed", [0, 2, 5])
 @pytest.mark.parametrize("storage", get_args(Storage))
-def test_weights_and_frozen_experts_take_what_the_model_takes(storage: Storage, claimed: int) -> None:
+def test_weights_and_frozen_experts_take_what_the_model_takes(storage, claimed):
     if reason := unavailable(storage):
         pytest.skip(reason)
     model = small_model(hidden_size=64, intermediate_size=64)
@@ -116,7 +116,7 @@ def test_weights_and_frozen_experts_take_what_the_model_takes(storage: Storage, 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
 @pytest.mark.parametrize("width", [48, 64, 96])
-def test_gradients_and_optimizer_state_take_what_the_optimizer_takes(name: OptimizerName, width: int) -> None:
+def test_gradients_and_optimizer_state_take_what_the_optimizer_takes(name, width):
     pytest.importorskip("bitsandbytes")
     model = small_model(hidden_size=width, intermediate_size=width)
     built = slot_model(model, claimed=2)
@@ -135,14 +135,11 @@ def test_gradients_and_optimizer_state_take_what_the_optimizer_takes(name: Optim
 
 
 @pytest.mark.parametrize(
-    ("claimed", "attention"),
-    [(0, "sdpa"), (2, "sdpa"), (5, "sdpa"), (2, "eager"), (2, "masked"), (5, "chunks")],
+    ("claimed", "attention"), [(0, "sdpa"), (2, "sdpa"), (5, "sdpa"), (2, "eager"), (2, "masked"), (5, "chunks")]
 )
 @pytest.mark.parametrize("precision", sample(["fp32", "bf16"], ["bf16"]))  # full: the same with other factors
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
-def test_activations_are_about_what_autograd_keeps(
-    family: str, precision: Any, claimed: int, attention: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_are_about_what_autograd_keeps(family, precision, claimed, attention, monkeypatch):
     """The z-loss on the outputs, on in half of the cases, keeps nothing more."""
     if attention == "chunks":
         monkeypatch.setattr("spes_p2p.planner.activations.LOGITS_BYTES", 2**14)
@@ -170,9 +167,7 @@ def test_activations_are_about_what_autograd_keeps(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("vocabulary", [1000, 150_000])
 @pytest.mark.parametrize("sequences", [1, 64])
-def test_logits_are_bounded_whatever_the_microbatch_and_the_vocabulary(
-    precision: Any, vocabulary: int, sequences: int
-) -> None:
+def test_logits_are_bounded_whatever_the_microbatch_and_the_vocabulary(precision, vocabulary, sequences):
     model = small_model(num_layers=1)
     shape = {"sequences": sequences, "sequence_length": 2048, "precision": precision}
     some, none = (Activations(model, entries, **shape).num_bytes for entries in (vocabulary, 1))
@@ -180,7 +175,7 @@ def test_logits_are_bounded_whatever_the_microbatch_and_the_vocabulary(
     assert some - none <= LOGITS_BYTES + 2 * rounded
 
 
-def test_a_gpu_stacks_the_experts_of_a_layer() -> None:
+def test_a_gpu_stacks_the_experts_of_a_layer():
     run = RunConfig.model_validate({"train": {"precision": "bf16"}})
     of = {on_gpu: Setup.of(run, MachineConfig(), 10, on_gpu=on_gpu).activations for on_gpu in (False, True)}
     model = run.model
@@ -188,7 +183,7 @@ def test_a_gpu_stacks_the_experts_of_a_layer() -> None:
     assert of[True].num_bytes - of[False].num_bytes == stack
 
 
-def test_checkpointing_keeps_less_and_a_larger_batch_more() -> None:
+def test_checkpointing_keeps_less_and_a_larger_batch_more():
     once = Activations(small_model(num_layers=12), 1000, sequences=4, sequence_length=128)
     assert replace(once, checkpointing=True).num_bytes < once.num_bytes / 3
     assert replace(once, sequences=8).num_bytes == 2 * once.num_bytes
@@ -205,7 +200,7 @@ def test_checkpointing_keeps_less_and_a_larger_batch_more() -> None:
     assert (whole.tokens, micro.tokens, ranks.tokens) == (8 * 32, 2 * 32, 2 * 32)
 
 
-def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
+def test_a_setup_is_what_the_run_says_unless_the_machine_chooses():
     run = RunConfig.model_validate(
         {
             "train": {"optimizer": "muon"},
@@ -225,7 +220,7 @@ def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
     assert own == Setup("nf4", "adamw8bit", averaged_moments=2, copies=2)
 
 
-def test_vectors_are_those_that_a_round_holds() -> None:
+def test_vectors_are_those_that_a_round_holds():
     trained, frozen = 1000 + 2 * 300, 6 * 300
     local = Setup("fp32", averaged_moments=0)
     plan = peer_memory(SIZE, 2, local)
@@ -249,7 +244,7 @@ def test_vectors_are_those_that_a_round_holds() -> None:
     assert nesterov.startup_bytes == start + 4 * 1000
 
 
-def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None:
+def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller():
     exact = Setup("fp32", averaged_moments=0)
     lossy = replace(exact, codecs=CodecConfig(shared="int4", slots="fp32"))
     before, after = peer_memory(SIZE, 2, exact), peer_memory(SIZE, 2, lossy)
@@ -267,7 +262,7 @@ def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None
     assert plan.round_vectors == pytest.approx(held + sent + brought, abs=2)
 
 
-def test_a_peer_that_is_alone_reduces_and_fetches_nothing() -> None:
+def test_a_peer_that_is_alone_reduces_and_fetches_nothing():
     exact = Setup("fp32", averaged_moments=0, is_alone=True)
     assert peer_memory(SIZE, 2, exact).round_vectors == 4 * 2 * 1600  # its contribution, and what it publishes
     lossy = replace(exact, codecs=CodecConfig(shared="int4", slots="int4"))
@@ -276,7 +271,7 @@ def test_a_peer_that_is_alone_reduces_and_fetches_nothing() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_peer_that_is_not_started_needs_memory_for_its_programs(on_gpu: bool) -> None:
+def test_a_peer_that_is_not_started_needs_memory_for_its_programs(on_gpu):
     running = Setup(num_ranks=2, on_gpu=on_gpu)
     before, after = (peer_memory(SIZE, 2, setup) for setup in (running, with_programs(running)))
     programs = PEER_PROGRAM_BYTES + RANK_PROGRAM_BYTES
@@ -284,7 +279,7 @@ def test_a_peer_that_is_not_started_needs_memory_for_its_programs(on_gpu: bool) 
     assert after.device_bytes == before.device_bytes + (0 if on_gpu else programs)
 
 
-def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
+def test_fsdp_divides_what_is_trained_and_ddp_copies_it():
     size = ModelSize(shared_params=1000, slot_params=300, num_slots=8, matrix_params=600, num_layers=3)
     one, two = Setup(num_ranks=1), Setup(num_ranks=2)
     alone, ddp, fsdp = (peer_memory(size, 2, setup) for setup in (one, two, replace(two, shard="fsdp")))
@@ -301,7 +296,7 @@ def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
     assert peer_memory(size, 2, eight).round_vectors == 4 * (2 * 3 * trained + (6 + 7 * 4) * 1000)
 
 
-def test_disk_holds_the_outer_momentum_and_what_codecs_round_off() -> None:
+def test_disk_holds_the_outer_momentum_and_what_codecs_round_off():
     plain = Setup("fp32", averaged_moments=0)
     assert disk_bytes(SIZE, 2, 1, plain) == 4 * (3400 + 3 * 1600)
     assert disk_bytes(SIZE, 2, 2, replace(plain, outer_momentum=True)) == 2 * 4 * (6800 + 3 * 1600)
@@ -309,7 +304,7 @@ def test_disk_holds_the_outer_momentum_and_what_codecs_round_off() -> None:
     assert disk_bytes(SIZE, 2, 1, replace(plain, kept="bf16")) == 4 * (1000 + 4 * 300 + 3 * 1600) + 2 * 8 * 300
 
 
-def test_a_gpu_holds_what_is_trained_and_the_host_the_rounds_vectors() -> None:
+def test_a_gpu_holds_what_is_trained_and_the_host_the_rounds_vectors():
     gpu = peer_memory(SIZE, 2, Setup(num_ranks=2, shard="fsdp", on_gpu=True))
     assert gpu.device_bytes == gpu.rank_bytes == gpu.static_bytes + gpu.gathered
     assert gpu.host_bytes == max(gpu.round_vectors, gpu.startup_bytes) > gpu.device_bytes
@@ -330,16 +325,8 @@ def test_a_gpu_holds_what_is_trained_and_the_host_the_rounds_vectors() -> None:
     memory=st.integers(0, 2**46),
 )
 def test_claims_as_many_slots_as_fit_and_not_one_more(
-    shared: int,
-    slot: int,
-    num_slots: int,
-    storage: Any,
-    optimizer: Any,
-    moments: int,
-    merges: bool,
-    on_gpu: bool,
-    memory: int,
-) -> None:
+    shared, slot, num_slots, storage, optimizer, moments, merges, on_gpu, memory
+):
     size = ModelSize(shared, slot, num_slots)
     setup = Setup(storage, optimizer, averaged_moments=moments, merges=merges, on_gpu=on_gpu)
     needs = [peer_bytes(size, claimed, setup) for claimed in range(1, num_slots + 1)]
@@ -353,7 +340,7 @@ def test_claims_as_many_slots_as_fit_and_not_one_more(
     assert claimed == num_slots or needs[claimed] > memory
 
 
-def test_on_a_gpu_both_memories_count() -> None:
+def test_on_a_gpu_both_memories_count():
     setup = Setup(on_gpu=True)
     plan = peer_memory(SIZE, 4, setup)
     assert slots_that_fit(SIZE, setup, plan.device_bytes) == 4
@@ -362,7 +349,7 @@ def test_on_a_gpu_both_memories_count() -> None:
         slots_that_fit(SIZE, setup, 10**9, 10)
 
 
-def test_too_little_memory_says_how_much_is_missing_and_which_flags_take_less() -> None:
+def test_too_little_memory_says_how_much_is_missing_and_which_flags_take_less():
     size = ModelSize(shared_params=10**9, slot_params=10**9, num_slots=8)
     setup = Setup("fp32", "adamw", averaged_moments=0, on_gpu=True)
     activations = Activations(small_model(hidden_size=1024), 10**5, sequences=8, sequence_length=1024)
@@ -383,6 +370,6 @@ def test_too_little_memory_says_how_much_is_missing_and_which_flags_take_less() 
         assert "join a run with a smaller model" in said
 
 
-def test_fits_agrees_with_what_is_needed() -> None:
+def test_fits_agrees_with_what_is_needed():
     needed = peer_bytes(SIZE, 3, Setup())
     assert fits(SIZE, 3, Setup(), needed) and not fits(SIZE, 3, Setup(), needed - 1)

@@ -29,7 +29,7 @@ def row(text: str, name: str) -> list[float]:
     return [float(word) for word in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", line.split(name, 1)[1])]
 
 
-def test_says_what_a_peer_needs_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_says_what_a_peer_needs_by_part(capsys):
     text = planned(capsys, *SEVEN, "--slots", "1", "--storage", "nf4", "--device", "cuda", "--memory-gb", "48")
     assert "7.33 B parameters, 1.7 B active: 891 M shared, 32 slots of 201 M" in text
     assert "a peer with 1 of the slots trains 1.09 B (15%) by adamw, and holds 6.24 B frozen in nf4" in text
@@ -39,13 +39,13 @@ def test_says_what_a_peer_needs_by_part(capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"a GPU with 48 GB free can train \d+ of 32 slots at most", text)
 
 
-def test_the_optimizer_and_the_storage_are_the_machines_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_optimizer_and_the_storage_are_the_machines_to_choose(capsys):
     machine = ["--storage", "int8", "--inner-optimizer", "adamw8bit"]
     text = planned(capsys, *SEVEN, "--run.frozen-storage", "fp32", "--slots", "1", *machine)
     assert row(text, "optimizer state, adamw8bit") == [2.22] and row(text, "frozen experts, int8")[-1] == 6.44
 
 
-def test_several_ranks_share_or_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_ranks_share_or_copy(capsys):
     flags = [*SEVEN, "--device", "cuda", "--ranks", "8"]
     ddp, fsdp = planned(capsys, *flags), planned(capsys, *flags, "--shard", "fsdp")
     assert "each of 8 ranks (fsdp)" in fsdp
@@ -53,7 +53,7 @@ def test_several_ranks_share_or_copy(capsys: pytest.CaptureFixture[str]) -> None
     assert row(ddp, "gathered for the other ranks")[0] == row(ddp, "gradients")[0]
 
 
-def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.CaptureFixture[str]) -> None:
+def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys):
     flags = [*SEVEN, "--slots", "8", "--peers", "4"]
     text = planned(capsys, *flags)
     assert "Mbit/s" not in text
@@ -78,7 +78,7 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.C
         ["--run.round.mode", "tokens", "--run.round.samples", "100"],
     ],
 )
-def test_says_how_long_rounds_must_be_for_the_links(capsys: pytest.CaptureFixture[str], rounds: list[str]) -> None:
+def test_says_how_long_rounds_must_be_for_the_links(capsys, rounds):
     """With the flags that it names, the share of training is as it says."""
     link = ["--slots", "8", "--peers", "4", "--uplink-mbit", "200", "--tokens-per-second", "700", *rounds]
     text = planned(capsys, *SEVEN, *link)
@@ -90,32 +90,32 @@ def test_says_how_long_rounds_must_be_for_the_links(capsys: pytest.CaptureFixtur
     assert ("longer than the longest round" in slow) == ("steps" not in rounds)
 
 
-def test_says_how_many_steps_a_peer_makes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_says_how_many_steps_a_peer_makes(capsys):
     link = ["--slots", "8", "--peers", "4", "--uplink-mbit", "400", "--tokens-per-second", "700"]
     link += ["--run.round.mode", "steps", "--run.round.steps", "50", "--run.train.batch-size", "8"]
     text = planned(capsys, *SEVEN, *link, "--run.round.total", "30", "--run.data.sequence-length", "1024")
     assert re.search(r"steps of a round +50   1500 in the run, of 8,192 tokens each", text)
 
 
-def test_a_machines_own_uplink_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_machines_own_uplink_is_the_plans(capsys, tmp_path):
     config = tmp_path / "slow.yaml"
     config.write_text("max_slots: 4\nuplink_mbit: 12.5\n")
     assert "time at 12.5 Mbit/s up and 12.5 down" in planned(capsys, "--config", str(config))
     assert "time at 9 Mbit/s up" in planned(capsys, "--config", str(config), "--uplink-mbit", "9")
 
 
-def test_slots_that_nobody_holds_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slots_that_nobody_holds_are_told_of(capsys):
     flags = [*SEVEN, "--slots", "7", "--peers"]
     assert "they hold 28 of 32 slots: no peer trains the others" in planned(capsys, *flags, "4")
     assert "they hold" not in planned(capsys, *flags, "5")
 
 
-def test_a_phase_that_its_deadline_would_cut_short_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_that_its_deadline_would_cut_short_is_marked(capsys):
     text = planned(capsys, *SEVEN, "--downlink-mbit", "3")
     assert "longer than round.averaging_seconds=1200" in text and "longer than round.exchange_seconds=3600" in text
 
 
-def test_without_slots_it_plans_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_slots_it_plans_as_many_as_fit(capsys):
     text = planned(capsys, *LOCAL, "--memory-gb", "0.93")
     fitting = int(re.search(r"can train (\d+) of 16 slots at most", text)[1])  # type: ignore[index]
     assert 0 < fitting < 16 and f"a peer with {fitting} of the slots" in text
@@ -125,7 +125,7 @@ def test_without_slots_it_plans_as_many_as_fit(capsys: pytest.CaptureFixture[str
     assert "a peer with 16 of the slots" in planned(capsys, *LOCAL)  # in this machine's free memory
 
 
-def test_a_peer_that_is_alone_needs_less_at_a_rounds_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_is_alone_needs_less_at_a_rounds_end(capsys):
     needs = []
     for peers in ("1", "2"):
         text = planned(capsys, *LOCAL, "--slots", "4", "--peers", peers)
@@ -134,9 +134,7 @@ def test_a_peer_that_is_alone_needs_less_at_a_rounds_end(capsys: pytest.CaptureF
     assert 0.8 < needs[0] < needs[1]
 
 
-def test_a_plan_that_does_not_fit_is_printed_and_refused_with_what_takes_less(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_that_does_not_fit_is_printed_and_refused_with_what_takes_less(capsys):
     flags = [*SEVEN, "--device", "cuda", "--memory-gb", "24"]
     said = "training 8 slots needs 53.4 GB, 29.4 GB more than the 24 GB there are; save memory with --inner-optimizer"
     with pytest.raises(ConfigError, match=said):
@@ -152,13 +150,13 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused_with_what_takes_less(
         (["--slots", "1", "--device", "cuda", "--host-memory-gb", "40"], "on the host, .* there are; "),
     ],
 )
-def test_bad_input_is_one_line_with_the_remedy(flags: list[str], said: str) -> None:
+def test_bad_input_is_one_line_with_the_remedy(flags, said):
     with pytest.raises(ConfigError, match=said) as refused:
         main(load_settings(PlanConfig, [*SEVEN, *flags]))
     assert "\n" not in str(refused.value)
 
 
-def test_a_local_tokenizer_is_counted_and_another_taken_as_configured(tmp_path: Path) -> None:
+def test_a_local_tokenizer_is_counted_and_another_taken_as_configured(tmp_path):
     tokenizer = train_bpe(["peers average slots in rounds"] * 3, 270)
     tokenizer.save_pretrained(tmp_path)
     assert vocabulary(DataConfig(tokenizer=str(tmp_path), vocab_size=9)) == len(tokenizer)
@@ -171,12 +169,12 @@ def test_a_local_tokenizer_is_counted_and_another_taken_as_configured(tmp_path: 
         vocabulary(DataConfig(tokenizer=str(tmp_path)))
 
 
-def test_a_vocabulary_that_is_only_configured_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vocabulary_that_is_only_configured_is_marked(capsys):
     assert "Qwen/Qwen2.5-0.5B is not on this machine" in planned(capsys, *SEVEN)
     assert "is not on this machine" not in planned(capsys, *LOCAL)
 
 
-def test_settings_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_variables_too(monkeypatch):
     monkeypatch.setenv("SPES_MAX_SLOTS", "3")
     monkeypatch.setenv("SPES_RUN_FROZEN_STORAGE", "int8")
     config = load_settings(PlanConfig, LOCAL)
@@ -190,12 +188,12 @@ def test_settings_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> No
         (["--inner-optimizer", "lamb"], "does not make the steps of the run's train.optimizer=muon"),
     ],
 )
-def test_what_no_peer_could_start_with_is_not_planned(flags: list[str], said: str) -> None:
+def test_what_no_peer_could_start_with_is_not_planned(flags, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         main(load_settings(PlanConfig, [*LOCAL, *flags]))
 
 
-def test_the_page_says_what_a_volunteer_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_what_a_volunteer_can_train(capsys):
     page = (ROOT / "docs" / "planning.md").read_text()
     rows = re.findall(r"^\| (\w+), \d+ \|([\d |]+)\|$", page.split("**What a volunteer can train**")[1], re.MULTILINE)
     assert [name for name, _ in rows] == ["home_1b", "home_7b", "spes_1b", "spes_2b", "spes_7b", "spes_9b"]

@@ -61,7 +61,7 @@ def static_gb(size: ModelSize, slots: int, setup: Setup) -> float:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.config}-{row.slots}")
-def test_the_peer_studys_table_is_reproduced(row: Row) -> None:
+def test_the_peer_studys_table_is_reproduced(row):
     run, size = of_config(row.config)
     close = {"rel": 0.015}
     assert size.shared_params / 1e9 == pytest.approx(row.shared, **close)
@@ -71,12 +71,7 @@ def test_the_peer_studys_table_is_reproduced(row: Row) -> None:
     assert active / 1e9 == pytest.approx(row.active, **close)
     assert size.trained_params(row.slots) / size.total_params == pytest.approx(row.trainable, abs=0.005)
     assert static_gb(size, size.num_slots, Setup("fp32")) == pytest.approx(row.full_adamw, **close)
-    for storage, expected in (
-        ("fp32", row.frozen_fp32),
-        ("bf16", row.bf16),
-        ("int8", row.int8),
-        ("nf4", row.nf4),
-    ):
+    for storage, expected in (("fp32", row.frozen_fp32), ("bf16", row.bf16), ("int8", row.int8), ("nf4", row.nf4)):
         assert static_gb(size, row.slots, Setup(storage)) == pytest.approx(expected, **close)  # type: ignore[arg-type]
     # The study takes 8 bytes to a parameter trained by 8-bit AdamW: that is with gradients of two bytes.
     small = Setup("nf4", "adamw8bit", gradient_bytes=2)
@@ -84,7 +79,7 @@ def test_the_peer_studys_table_is_reproduced(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.config}-{row.slots}")
-def test_the_studys_bytes_per_round_are_ours_in_its_codecs(row: Row) -> None:
+def test_the_studys_bytes_per_round_are_ours_in_its_codecs(row):
     _, size = of_config(row.config)
     local = Setup(averaged_moments=0)
     ours = round_traffic(size, row.slots, MANY, local).total
@@ -96,7 +91,7 @@ def test_the_studys_bytes_per_round_are_ours_in_its_codecs(row: Row) -> None:
     assert everything / 1e9 == pytest.approx(row.diloco, rel=0.015)
 
 
-def test_in_four_bits_a_peer_of_the_7b_model_receives_an_eighth_of_what_spess_server_sends_it() -> None:
+def test_in_four_bits_a_peer_of_the_7b_model_receives_an_eighth_of_what_spess_server_sends_it():
     """It sends a third of what a peer of SPES sends: only peers send what peers receive."""
     run, size = of_config("spes_7b")
     int4 = run.model_copy(update={"codecs": run.codecs.model_copy(update={"shared": "int4", "slots": "int4"})})
@@ -105,12 +100,12 @@ def test_in_four_bits_a_peer_of_the_7b_model_receives_an_eighth_of_what_spess_se
     assert (received / ours, sent / ours) == (pytest.approx(8.68, abs=0.05), pytest.approx(2.96, abs=0.05))
 
 
-def test_seven_billion_parameters_fit_a_card_of_24_gigabytes() -> None:
+def test_seven_billion_parameters_fit_a_card_of_24_gigabytes():
     _, size = of_config("spes_7b")
     assert static_gb(size, 1, Setup("nf4")) <= 21.0
 
 
-def test_eight_bit_adamw_takes_gradients_of_two_bytes_to_get_below_twelve_and_a_half() -> None:
+def test_eight_bit_adamw_takes_gradients_of_two_bytes_to_get_below_twelve_and_a_half():
     """With fp32 gradients it is 14.5 GB; the issue's 12.5 counts two bytes to a gradient, as --gradients bf16 does."""
     _, size = of_config("spes_7b")
     setup = Setup("nf4", "adamw8bit")
@@ -118,7 +113,7 @@ def test_eight_bit_adamw_takes_gradients_of_two_bytes_to_get_below_twelve_and_a_
     assert static_gb(size, 1, replace(setup, gradient_bytes=2)) <= 12.5
 
 
-def test_the_model_of_two_billion_needs_what_the_paper_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_two_billion_needs_what_the_paper_measured(monkeypatch):
     """About 55 GB for DiLoCo and 35 for SPES on one GPU (facts: field 2.1); here with the settings that ship.
 
     They keep all logits of a microbatch; in chunks, a third less is needed.

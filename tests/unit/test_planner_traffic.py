@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,7 +29,7 @@ from spes_p2p.sim.simulator import Scenario, simulate
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("planner")
     write_corpus(folder / "corpus.jsonl")
     return folder
@@ -49,9 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (3, 4, {"moments": "both"}, {"shared": "int8", "slots": "bf16", "moments": "int8"}, "adamw"),
     ],
 )
-def test_a_round_moves_what_simulated_peers_move(
-    folder: Path, peers: int, slots: int, outer: dict[str, Any], codecs: dict[str, Any], optimizer: str
-) -> None:
+def test_a_round_moves_what_simulated_peers_move(folder, peers, slots, outer, codecs, optimizer):
     rounds = {"mode": "steps", "steps": 1, "total": 3}
     train = TINY["train"] | {"optimizer": optimizer}
     settings = {"round": {**TINY["round"], **rounds}, "train": train, "outer": outer, "codecs": codecs}
@@ -68,13 +64,8 @@ def test_a_round_moves_what_simulated_peers_move(
         assert in_one_round == pytest.approx(traffic.total, abs=least, rel=0.03 if codecs else 0.01)
 
 
-@given(
-    peers=st.integers(1, 200),
-    slots=st.integers(1, 64),
-    shared=st.integers(0, 10**10),
-    slot=st.integers(1, 10**10),
-)
-def test_equal_links_take_the_physical_bound(peers: int, slots: int, shared: int, slot: int) -> None:
+@given(peers=st.integers(1, 200), slots=st.integers(1, 64), shared=st.integers(0, 10**10), slot=st.integers(1, 10**10))
+def test_equal_links_take_the_physical_bound(peers, slots, shared, slot):
     """`[2 S (N - 1) + X (N - 1) + X (h - 1)] / (N r)`, where every slot has at least one holder."""
     size = ModelSize(shared, slot, 64)
     if peers * slots < 64 or peers == 1:
@@ -86,11 +77,11 @@ def test_equal_links_take_the_physical_bound(peers: int, slots: int, shared: int
     assert transfer_seconds(traffic, 80, 800).total == pytest.approx(bound / 1e7, rel=1e-9, abs=1e-6)
 
 
-def test_a_lone_peer_moves_nothing() -> None:
+def test_a_lone_peer_moves_nothing():
     assert round_traffic(ModelSize(1000, 300, 8), 3, 1, Setup()).total == 0
 
 
-def test_moments_travel_with_deltas_and_momentum_with_slots() -> None:
+def test_moments_travel_with_deltas_and_momentum_with_slots():
     size = ModelSize(1000, 300, 8)
     plain, both, nesterov = (
         round_traffic(size, 4, 4, setup)
@@ -104,7 +95,7 @@ def test_moments_travel_with_deltas_and_momentum_with_slots() -> None:
     assert (nesterov.averaged, nesterov.fetched) == (plain.averaged, 2 * plain.fetched)
 
 
-def test_moments_that_travel_seldom_count_by_the_round() -> None:
+def test_moments_that_travel_seldom_count_by_the_round():
     size, setup = ModelSize(10**6, 10**5, 8), Setup(averaged_moments=2)
     every, seldom, local = (
         round_traffic(
@@ -116,31 +107,31 @@ def test_moments_that_travel_seldom_count_by_the_round() -> None:
     assert seldom.fetched == every.fetched
 
 
-def test_a_smaller_budget_spares_bytes() -> None:
+def test_a_smaller_budget_spares_bytes():
     size, local = ModelSize(1000, 640, 16), Setup(averaged_moments=0)
     copies = [round_traffic(size, 4, 4, replace(local, refresh_slots=slots)).fetched for slots in (None, 99, 12, 6, 3)]
     assert copies == [4 * 640 * slots for slots in (12, 12, 12, 6, 3)]
 
 
-def test_a_newcomer_fetches_the_model_and_the_masters_of_what_it_trains() -> None:
+def test_a_newcomer_fetches_the_model_and_the_masters_of_what_it_trains():
     size, none = ModelSize(1000, 300, 8), Setup(averaged_moments=0)
     assert newcomer_bytes(size, 2, none) == 4 * 3400
     assert newcomer_bytes(size, 2, replace(none, kept="bf16")) == 4 * 1000 + 2 * 8 * 300 + 2 * 4 * 300
 
 
-def test_slots_without_a_holder_are_not_fetched() -> None:
+def test_slots_without_a_holder_are_not_fetched():
     few = round_traffic(ModelSize(1000, 300, 64), 2, 4, Setup())
     assert few.slots == 0 and few.fetched == 4 * (4 * 2 - 2) * 300
 
 
-def test_the_slower_direction_sets_the_time() -> None:
+def test_the_slower_direction_sets_the_time():
     traffic = RoundTraffic(shared=10**6, slots=10**6, fetched=4 * 10**6)
     for links in ((8, 100), (100, 8), (8, 8)):
         seconds = transfer_seconds(traffic, *links)
         assert (seconds.averaging, seconds.fetching, seconds.total) == (2.0, 4.0, 6.0)
 
 
-def test_training_takes_what_the_rounds_mode_says() -> None:
+def test_training_takes_what_the_rounds_mode_says():
     steps = {"round": {"mode": "steps", "steps": 10}, "train": {"batch_size": 4}, "data": {"sequence_length": 100}}
     assert training_seconds(RunConfig.model_validate(steps), 7, 400.0) == 10.0
     tokens = {"round": {"mode": "tokens", "tokens": 8000, "min_seconds": 5, "max_seconds": 60}}
@@ -161,9 +152,7 @@ def test_training_takes_what_the_rounds_mode_says() -> None:
         ({"total": 500, "min_seconds": 3880, "max_seconds": 3880}, False, 0),
     ],
 )
-def test_the_first_of_rounds_that_links_make_long_are_shorter_if_the_model_is_new(
-    chosen: dict[str, Any], is_trained: bool, growing: int
-) -> None:
+def test_the_first_of_rounds_that_links_make_long_are_shorter_if_the_model_is_new(chosen, is_trained, growing):
     run = RunConfig.model_validate({"round": chosen})
     slow = rounds_for_links(run, RoundSeconds(averaging=80.0, fetching=40.0), is_trained=is_trained)
     assert (slow.growing, slow.min_seconds, slow.total) == (growing, 3880, chosen["total"])
@@ -183,9 +172,7 @@ def test_the_first_of_rounds_that_links_make_long_are_shorter_if_the_model_is_ne
         ({"averaging_seconds": 50, "exchange_seconds": 70}, (3880, 3880, 50, 70)),
     ],
 )
-def test_rounds_are_as_long_as_links_ask_for_where_the_founder_leaves_that_open(
-    chosen: dict[str, Any], expected: tuple[int, ...]
-) -> None:
+def test_rounds_are_as_long_as_links_ask_for_where_the_founder_leaves_that_open(chosen, expected):
     run = RunConfig.model_validate({"round": chosen})
     rounds = rounds_for_links(run, RoundSeconds(averaging=80.0, fetching=40.0))
     assert (rounds.min_seconds, rounds.max_seconds, rounds.averaging_seconds, rounds.exchange_seconds) == expected
@@ -202,7 +189,7 @@ def test_rounds_are_as_long_as_links_ask_for_where_the_founder_leaves_that_open(
     assert RunConfig.model_validate({"round": slow.model_dump()}).round == slow, "within what a run may have"
 
 
-def test_rounds_that_carry_the_moments_are_told_apart_and_compared_with_the_deadline() -> None:
+def test_rounds_that_carry_the_moments_are_told_apart_and_compared_with_the_deadline():
     """Every fourth round could not commit, and the plan said nothing."""
     codecs = {"shared": "int4", "slots": "int4", "moments": "int8", "moments_interval": 4}
     run = RunConfig.model_validate({"codecs": codecs, "round": {"averaging_seconds": 600}})

@@ -55,9 +55,7 @@ def of(name: str, folder: Path) -> Path:
         ("tune_9b", ["--memory-gb", "80", "--host-memory-gb", "128", "--slots", "1"], "a peer with 1 of the slots"),
     ],
 )
-def test_tuning_settings_fit_their_cards(
-    name: str, flags: list[str], trains: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_settings_fit_their_cards(name, flags, trains, tmp_path, capsys):
     words = ["--config", str(CONFIGS / f"{name}.yaml"), "--from", str(of(name, tmp_path / "model"))]
     words += ["--device", "cuda", *flags, *(["--storage", "nf4"] if name == "tune_9b" else [])]
     assert main(load_settings(PlanConfig, words)) == 0
@@ -67,7 +65,7 @@ def test_tuning_settings_fit_their_cards(
         main(load_settings(PlanConfig, small))
 
 
-def test_a_plan_of_adapters_needs_their_base(tmp_path: Path) -> None:
+def test_a_plan_of_adapters_needs_their_base(tmp_path):
     words = ["--config", str(CONFIGS / "tune_2b.yaml"), "--memory-gb", "8"]
     with pytest.raises(ConfigError, match="adapters need a base: name a checkpoint with --from, or drop --adapter"):
         main(load_settings(PlanConfig, words))
@@ -76,9 +74,7 @@ def test_a_plan_of_adapters_needs_their_base(tmp_path: Path) -> None:
         main(load_settings(PlanConfig, [*words, "--from", source, "--run.model.num-layers", "3"]))
 
 
-def test_a_plan_has_sequences_no_longer_than_its_checkpoint_allows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_has_sequences_no_longer_than_its_checkpoint_allows(tmp_path, capsys):
     words = ["--from", str(saved(tmp_path / "short", "llama")), "--micro-batch-size", "1"]
     longest = model_of(tmp_path / "short").start.max_position_embeddings
     assert longest < RunConfig().data.sequence_length
@@ -87,12 +83,12 @@ def test_a_plan_has_sequences_no_longer_than_its_checkpoint_allows(
         assert f"activations, {tokens} tokens" in capsys.readouterr().out
 
 
-def test_sequences_over_a_checkpoint_have_room_for_conversations(tmp_path: Path) -> None:
+def test_sequences_over_a_checkpoint_have_room_for_conversations(tmp_path):
     run = over_checkpoint(RunConfig(), of("tune_1b", tmp_path / "model"))
     assert run.model.start.max_position_embeddings > run.data.sequence_length == 1024
 
 
-def test_a_round_of_adapters_is_a_hundredth_of_a_round_of_the_model(tmp_path: Path) -> None:
+def test_a_round_of_adapters_is_a_hundredth_of_a_round_of_the_model(tmp_path):
     """Of OLMoE-1B-7B, attention and all experts at rank 8, against all parameters; both trained everywhere."""
     model, vocab = model_of(of("tune_1b", tmp_path / "model")), 50_304
     whole, tuned = RunConfig(model=model), RunConfig(model=model, adapter=AdapterConfig())
@@ -105,7 +101,7 @@ def test_a_round_of_adapters_is_a_hundredth_of_a_round_of_the_model(tmp_path: Pa
     assert size.shared_params == 16 * 4 * 8 * (2048 + 2048)
 
 
-def test_memory_falls_with_the_bits_of_the_base_and_with_the_slots_that_are_trained(tmp_path: Path) -> None:
+def test_memory_falls_with_the_bits_of_the_base_and_with_the_slots_that_are_trained(tmp_path):
     model = model_of(of("tune_1b", tmp_path / "model"))
     run = RunConfig(model=model, adapter=AdapterConfig(experts="slots"))
     size = run_size(run, 50_304)
@@ -119,9 +115,7 @@ def test_memory_falls_with_the_bits_of_the_base_and_with_the_slots_that_are_trai
     assert trained == sorted(trained)
 
 
-def test_a_plan_counts_the_base_once_on_disk_and_in_the_first_download(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_counts_the_base_once_on_disk_and_in_the_first_download(tmp_path, capsys):
     model = of("tune_1b", tmp_path / "model")
     size = run_size(RunConfig(model=model_of(model), adapter=AdapterConfig()), 50_304)
     base = base_bytes(size, "bf16")
@@ -134,7 +128,7 @@ def test_a_plan_counts_the_base_once_on_disk_and_in_the_first_download(
     assert told is not None
 
 
-def test_the_files_name_what_founds_them() -> None:
+def test_the_files_name_what_founds_them():
     for path in CONFIGS.glob("tune_*.yaml"):
         head = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
         assert f"spes plan --config configs/{path.name} --from" in head, path

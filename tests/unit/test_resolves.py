@@ -20,13 +20,13 @@ def pinned(text: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", match[1]).lower(): match[2] for match in found}
 
 
-def test_each_python_that_the_project_names_is_resolved_here() -> None:
+def test_each_python_that_the_project_names_is_resolved_here():
     assert 'requires-python = ">=3.11,<3.14"' in (ROOT / "pyproject.toml").read_text(), "PYTHONS must name all of them"
 
 
 @pytest.mark.full  # it asks the package index, and only a change of the requirements can break it
 @pytest.mark.parametrize("python", PYTHONS)
-def test_all_requirements_resolve_with_the_constraints(python: str) -> None:
+def test_all_requirements_resolve_with_the_constraints(python):
     flags = ["--quiet", "--no-annotate", "--no-header", "--all-extras", "--python-version", python]
     command = [sys.executable, "-m", "uv", "pip", "compile", *flags, "-c", "constraints.txt", "pyproject.toml"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -57,7 +57,7 @@ COMMANDS = {"local": ("", "backend", "")}
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text(PROJECT)
@@ -81,7 +81,7 @@ def setup(project: Path, *extras: str) -> tuple[int, list[tuple[float, str]]]:
 
 
 @pytest.mark.full
-def test_an_installation_is_never_silent_for_long_and_is_made_once(project: Path) -> None:
+def test_an_installation_is_never_silent_for_long_and_is_made_once(project):
     (project / "slow").touch()
     began = time.monotonic()
     code, lines = setup(project)
@@ -101,7 +101,7 @@ def test_an_installation_is_never_silent_for_long_and_is_made_once(project: Path
 
 
 @pytest.mark.full
-def test_an_installation_that_fails_says_why_and_is_tried_again(project: Path) -> None:
+def test_an_installation_that_fails_says_why_and_is_tried_again(project):
     (project / "broken").touch()
     code, lines = setup(project)
     assert code == 2 and any("this build is broken" in line for _, line in lines)
@@ -111,7 +111,7 @@ def test_an_installation_that_fails_says_why_and_is_tried_again(project: Path) -
 
 
 @pytest.mark.full
-def test_the_installation_compiles_what_commands_import_and_says_if_they_cannot(project: Path) -> None:
+def test_the_installation_compiles_what_commands_import_and_says_if_they_cannot(project):
     (project / "unimportable").touch()
     code, lines = setup(project)
     assert code == 2 and any("no such library" in line for _, line in lines)

@@ -28,7 +28,7 @@ def loop():
     assert threading.active_count() == before
 
 
-def test_an_hour_passes_at_once_and_timers_end_in_their_order(loop: VirtualLoop, seed: int) -> None:
+def test_an_hour_passes_at_once_and_timers_end_in_their_order(loop, seed):
     """Compared with a plain sort."""
     draw, seen, start = random.Random(seed), [], loop.time()
     pauses = [draw.uniform(0.0, 3600.0) for _ in range(100)]
@@ -47,7 +47,7 @@ def test_an_hour_passes_at_once_and_timers_end_in_their_order(loop: VirtualLoop,
     assert [at for _, at in seen] == pytest.approx(sorted(pauses))
 
 
-def test_what_would_run_in_a_thread_runs_in_its_turn(loop: VirtualLoop) -> None:
+def test_what_would_run_in_a_thread_runs_in_its_turn(loop):
     async def work() -> tuple[int, float]:
         return await asyncio.to_thread(threading.get_ident), loop.time()
 
@@ -65,7 +65,7 @@ def raise_(error: BaseException) -> None:
     raise error
 
 
-def test_peers_run_in_the_order_of_their_times_one_at_a_time(loop: VirtualLoop, seed: int) -> None:
+def test_peers_run_in_the_order_of_their_times_one_at_a_time(loop, seed):
     """Compared with a plain sort of all moments at which a peer does anything."""
     draw = random.Random(seed)
     pauses = [[draw.uniform(0.0, 4.0) for _ in range(6)] for _ in range(5)]
@@ -83,7 +83,7 @@ def test_peers_run_in_the_order_of_their_times_one_at_a_time(loop: VirtualLoop, 
     assert seen == sorted(expected)
 
 
-def test_a_peer_calls_into_the_loop_and_others_run_meanwhile(loop: VirtualLoop) -> None:
+def test_a_peer_calls_into_the_loop_and_others_run_meanwhile(loop):
     ready, seen = asyncio.Event(), []
 
     async def wait() -> str:
@@ -116,14 +116,14 @@ def poll(loop: VirtualLoop) -> None:
 
 
 @pytest.mark.parametrize("wait", [lambda loop: loop.call(asyncio.Event().wait(), math.inf), poll])
-def test_peers_that_wait_for_nobody_are_named(loop: VirtualLoop, wait) -> None:
+def test_peers_that_wait_for_nobody_are_named(loop, wait):
     with pytest.raises(SimulationError, match="virtual peers 0, 2 wait"):
         loop.live([partial(wait, loop), lambda: loop.advance(1.0), partial(wait, loop)])
     with pytest.raises(SimulationError, match="all that the loop runs waits"):
         loop.call(asyncio.Event().wait(), math.inf)
 
 
-def test_long_work_is_not_taken_for_a_standstill(loop: VirtualLoop) -> None:
+def test_long_work_is_not_taken_for_a_standstill(loop):
     done = []
 
     def work() -> None:
@@ -139,7 +139,7 @@ def test_long_work_is_not_taken_for_a_standstill(loop: VirtualLoop) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt("mine")], ids=["error", "interrupt"])
-def test_an_exception_of_one_peer_ends_all_and_is_raised(loop: VirtualLoop, error: BaseException) -> None:
+def test_an_exception_of_one_peer_ends_all_and_is_raised(loop, error):
     unwound, went_on = [], []
 
     def live(peer: int) -> None:
@@ -162,7 +162,7 @@ def test_an_exception_of_one_peer_ends_all_and_is_raised(loop: VirtualLoop, erro
     assert loop.time() == before + 2.0
 
 
-def test_ctrl_c_ends_a_simulation_when_the_peer_that_runs_gives_its_turn_back(loop: VirtualLoop) -> None:
+def test_ctrl_c_ends_a_simulation_when_the_peer_that_runs_gives_its_turn_back(loop):
     ended = []
 
     def live() -> None:

@@ -23,7 +23,7 @@ SECONDS = 10.0
 
 
 @pytest.fixture
-def network(seed: int):
+def network(seed):
     network = VirtualNetwork(seed)
     for peer in (ONE, TWO, THREE):
         network.node(peer, "run")
@@ -46,7 +46,7 @@ async def echo(channel: Channel, peer: str) -> None:
         await channel.send_text(peer.encode() + await channel.receive_text())
 
 
-def test_messages_arrive_whole_in_order_and_late_by_the_delay(network: VirtualNetwork) -> None:
+def test_messages_arrive_whole_in_order_and_late_by_the_delay(network):
     network.delay = lambda sender, receiver: {ONE: 1.0, TWO: 0.5}[sender]
 
     async def work() -> None:
@@ -73,7 +73,7 @@ def test_messages_arrive_whole_in_order_and_late_by_the_delay(network: VirtualNe
     run(network, work())
 
 
-def test_a_peer_that_hangs_up_has_sent_all_before(network: VirtualNetwork) -> None:
+def test_a_peer_that_hangs_up_has_sent_all_before(network):
     async def work() -> None:
         async def answer(channel: Channel, peer: str) -> None:
             await channel.send_text("last")
@@ -92,7 +92,7 @@ def test_a_peer_that_hangs_up_has_sent_all_before(network: VirtualNetwork) -> No
     run(network, work())
 
 
-def test_an_uplink_sends_one_byte_after_another_over_all_streams(network: VirtualNetwork) -> None:
+def test_an_uplink_sends_one_byte_after_another_over_all_streams(network):
     sender = network.node(ONE, "run", uplink_mbit=8.0)  # a byte in a microsecond
     network.delay = lambda sender, receiver: 0.0
 
@@ -113,7 +113,7 @@ def test_an_uplink_sends_one_byte_after_another_over_all_streams(network: Virtua
     sender.run(work(), 1000.0)
 
 
-def test_who_sends_to_a_peer_that_does_not_read_must_wait(network: VirtualNetwork) -> None:
+def test_who_sends_to_a_peer_that_does_not_read_must_wait(network):
     async def work() -> None:
         async def sleep(channel: Channel, peer: str) -> None:
             for _ in range(2):
@@ -137,7 +137,7 @@ def test_who_sends_to_a_peer_that_does_not_read_must_wait(network: VirtualNetwor
     run(network, work())
 
 
-def test_a_cut_takes_one_direction_and_a_stream_that_lost_something_stays_silent(network: VirtualNetwork) -> None:
+def test_a_cut_takes_one_direction_and_a_stream_that_lost_something_stays_silent(network):
     heard = []
 
     async def hear(channel: Channel, peer: str) -> None:
@@ -177,7 +177,7 @@ class Ping(Message):
     """A question."""
 
 
-def test_lossy_links_lose_streams_in_all_phases_and_the_same_ones_again(seed: int) -> None:
+def test_lossy_links_lose_streams_in_all_phases_and_the_same_ones_again(seed):
     def outcomes(loss: float) -> list[tuple[str, float]]:
         network, found = VirtualNetwork(seed), []
         network.loss = loss
@@ -210,7 +210,7 @@ def test_lossy_links_lose_streams_in_all_phases_and_the_same_ones_again(seed: in
     assert {kind for kind, _ in outcomes(0.0)} == {"answered"}
 
 
-def test_two_peers_in_client_mode_do_not_reach_each_other_but_others_do(network: VirtualNetwork) -> None:
+def test_two_peers_in_client_mode_do_not_reach_each_other_but_others_do(network):
     hidden = [network.node(peer, "run", client_mode=True) for peer in (TWO, THREE)]
 
     async def work() -> None:
@@ -232,7 +232,7 @@ def claimed(node: VirtualNode) -> set[str]:
     return set(node.read(Claim))
 
 
-def test_records_live_for_their_lease_and_belong_to_their_owner(network: VirtualNetwork) -> None:
+def test_records_live_for_their_lease_and_belong_to_their_owner(network):
     one, two, three = network.nodes.values()
     assert one.store(claim(ONE), 30.0) and two.store(claim(TWO), 60.0)
     assert not one.store(claim(TWO), 30.0) and not one.store(claim(ONE), 2 * MAX_LIFETIME_SECONDS)
@@ -245,7 +245,7 @@ def test_records_live_for_their_lease_and_belong_to_their_owner(network: Virtual
     assert claimed(network.node("of another run", "other")) == set()
 
 
-def test_halves_that_are_cut_apart_see_only_their_own_records_until_they_meet_again(network: VirtualNetwork) -> None:
+def test_halves_that_are_cut_apart_see_only_their_own_records_until_they_meet_again(network):
     one, two, three = network.nodes.values()
     network.cuts = {(ONE, TWO), (TWO, ONE), (ONE, THREE), (THREE, ONE)}
     assert not one.store(claim(ONE), 30.0) and two.store(claim(TWO), 30.0)
@@ -254,7 +254,7 @@ def test_halves_that_are_cut_apart_see_only_their_own_records_until_they_meet_ag
     assert one.store(claim(ONE), 30.0) and claimed(three) == {ONE, TWO}
 
 
-def test_a_killed_peer_hangs_up_and_does_nothing_more(network: VirtualNetwork) -> None:
+def test_a_killed_peer_hangs_up_and_does_nothing_more(network):
     done = []
 
     async def beat() -> None:
@@ -278,7 +278,7 @@ def test_a_killed_peer_hangs_up_and_does_nothing_more(network: VirtualNetwork) -
     assert len(done) == 3 and not network.nodes[TWO].tasks and not network.nodes[TWO].channels
 
 
-def test_a_fault_in_an_answer_ends_the_simulation(network: VirtualNetwork) -> None:
+def test_a_fault_in_an_answer_ends_the_simulation(network):
     async def fail(channel: Channel, peer: str) -> None:
         raise ValueError("mine")
 
@@ -289,7 +289,7 @@ def test_a_fault_in_an_answer_ends_the_simulation(network: VirtualNetwork) -> No
         run(network, work())
 
 
-def test_peers_in_threads_train_while_streams_go_on(network: VirtualNetwork) -> None:
+def test_peers_in_threads_train_while_streams_go_on(network):
     """Two peers train at different speeds and tell the third after each step; one that waits for nobody is named."""
     told: list[tuple[str, float]] = []
     loop, start = network.loop, network.loop.time()

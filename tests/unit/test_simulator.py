@@ -32,7 +32,7 @@ IDS = [hashed_peer_id(name) for name in (b"a", b"b", b"c")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("simulator")
     write_corpus(folder / "corpus.jsonl")
     return folder
@@ -62,7 +62,7 @@ def assert_members_agree(result: SimulationResult) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> tuple[SimulationResult, list[Evaluation]]:
+def plain(folder):
     """A run in which nothing happens, and its evaluations as they were reported."""
     seen: list[Evaluation] = []
     return simulate(scenario(folder, evaluate_rounds=1), cache=folder / "cache", on_evaluation=seen.append), seen
@@ -70,7 +70,7 @@ def plain(folder: Path) -> tuple[SimulationResult, list[Evaluation]]:
 
 @pytest.mark.full  # golden runs show with every commit that runs repeat themselves
 @pytest.mark.parametrize("mode", ["steps", "tokens"])
-def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode: str) -> None:
+def test_equal_scenarios_give_equal_digests_and_others_do_not(folder, mode):
     round = {"mode": mode, "tokens": 1500, "min_seconds": 1.0}
     settings = {"round": round, "speeds": [64.0, 100.0, 150.0]}
     first, again, other = (run(folder, seed=seed, **settings) for seed in (3, 3, 4))
@@ -82,7 +82,7 @@ def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode
 
 
 @pytest.mark.parametrize("mode", ["steps", "tokens"])
-def test_rounds_grow_from_a_hundredth_to_their_full_length(folder: Path, mode: str) -> None:
+def test_rounds_grow_from_a_hundredth_to_their_full_length(folder, mode):
     round = {"mode": mode, "growing": 4, "total": 6, "steps": 20, "tokens": 60 * STEP_TOKENS, "min_seconds": 0.5}
     result = run(folder, round=round)
     steps = [[report.tokens // STEP_TOKENS for report in own] for own in result.reports]
@@ -94,7 +94,7 @@ def test_rounds_grow_from_a_hundredth_to_their_full_length(folder: Path, mode: s
     assert_members_agree(result)
 
 
-def test_rounds_that_links_make_long_grow_as_well(folder: Path) -> None:
+def test_rounds_that_links_make_long_grow_as_well(folder):
     round = {"mode": "tokens", "growing": 4, "total": 6, "tokens": 1, "min_seconds": 40.0}
     result = run(folder, round=round, speeds=[float(STEP_TOKENS)] * 3)
     seconds = [[report.train_seconds for report in own] for own in result.reports]
@@ -103,7 +103,7 @@ def test_rounds_that_links_make_long_grow_as_well(folder: Path) -> None:
     assert_members_agree(result)
 
 
-def test_all_versions_of_all_rounds_are_accounted_for(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
+def test_all_versions_of_all_rounds_are_accounted_for(plain):
     result, _ = plain
     assert sorted(result.digests) == [1, 2, 3]
     for digests in result.digests.values():
@@ -113,7 +113,7 @@ def test_all_versions_of_all_rounds_are_accounted_for(plain: tuple[SimulationRes
 
 
 @pytest.mark.full
-def test_unequal_speeds_bring_unequal_tokens(folder: Path) -> None:
+def test_unequal_speeds_bring_unequal_tokens(folder):
     settings = {"round": {"mode": "tokens", "tokens": 6400, "min_seconds": 1.0}}
     result = run(folder, speeds=[64.0, 128.0, 256.0], **settings)
     for number in (1, 2):
@@ -125,7 +125,7 @@ def test_unequal_speeds_bring_unequal_tokens(folder: Path) -> None:
     assert_members_agree(result)
 
 
-def test_with_fixed_steps_the_fast_wait_for_the_slow(folder: Path) -> None:
+def test_with_fixed_steps_the_fast_wait_for_the_slow(folder):
     result = run(folder, speeds=[16.0, 64.0, 64.0])
     assert {report.tokens for reports in result.reports for report in reports} == {5 * STEP_TOKENS}
     assert result.reports[0][1].train_seconds == pytest.approx(20.0)
@@ -133,7 +133,7 @@ def test_with_fixed_steps_the_fast_wait_for_the_slow(folder: Path) -> None:
     assert result.reports[1][1].other_seconds == pytest.approx(15.0, abs=1.0)
 
 
-def test_a_killed_peers_slots_are_adopted_by_the_others(folder: Path) -> None:
+def test_a_killed_peers_slots_are_adopted_by_the_others(folder):
     """Its records expire, and the swarm goes on with what was last published of its slots."""
     result = run(folder, round={"total": 10}, max_slots=[2, 2, 4], events=[Event(peer=2, kind="kill", round=2)])
     assert rounds_of(result, 2) == [1, 2]
@@ -146,7 +146,7 @@ def test_a_killed_peers_slots_are_adopted_by_the_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("moments", sample(["local", "second", "both"], ["both"]))
-def test_a_full_peer_gives_up_a_slot_that_others_hold_for_an_orphan(folder: Path, moments: str) -> None:
+def test_a_full_peer_gives_up_a_slot_that_others_hold_for_an_orphan(folder, moments):
     kill = Event(peer=0, kind="kill", round=2)
     result = run(folder, round={"total": 12}, moments=moments, events=[kill])
     before, after = ({*result.reports[1][i].slots, *result.reports[2][i].slots} for i in (1, -1))
@@ -154,7 +154,7 @@ def test_a_full_peer_gives_up_a_slot_that_others_hold_for_an_orphan(folder: Path
     assert_members_agree(result)
 
 
-def test_a_leaver_hands_its_slots_back_at_once(folder: Path) -> None:
+def test_a_leaver_hands_its_slots_back_at_once(folder):
     result = run(folder, round={"total": 5}, max_slots=[2, 2, 4], events=[Event(peer=2, kind="leave", round=2)])
     assert rounds_of(result, 2) == [1, 2]
     assert rounds_of(result, 0) == [1, 2, 3, 4, 5]
@@ -163,7 +163,7 @@ def test_a_leaver_hands_its_slots_back_at_once(folder: Path) -> None:
     assert_members_agree(result)
 
 
-def test_what_a_leaver_trained_last_stays_in_the_swarm(folder: Path) -> None:
+def test_what_a_leaver_trained_last_stays_in_the_swarm(folder):
     """The others have fetched it before the leaver is gone, as they do of a real peer that leaves."""
     leave = Event(peer=1, kind="leave", round=2)
     result = run(folder, peers=2, max_slots=2, round={"total": 4, "min_peers": 1}, events=[leave])
@@ -173,7 +173,7 @@ def test_what_a_leaver_trained_last_stays_in_the_swarm(folder: Path) -> None:
         assert of_rounds[0] != of_rounds[1] == of_rounds[2] == of_rounds[3], "nobody else has room for it"
 
 
-def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder: Path) -> None:
+def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder):
     result = run(folder, round={"total": 8}, events=[Event(peer=1, kind="join", round=3)])
     assert rounds_of(result, 0) == rounds_of(result, 2) == list(range(1, 9))
     joined = rounds_of(result, 1)
@@ -184,7 +184,7 @@ def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder: Path) -> N
 
 
 @pytest.mark.parametrize("kind", sample(["kill", "leave"], ["kill"]))  # the next test has peers that leave
-def test_when_everybody_is_gone_the_last_committed_round_is_measured(folder: Path, kind: str) -> None:
+def test_when_everybody_is_gone_the_last_committed_round_is_measured(folder, kind):
     """Between two evaluations, too, by the work of rounds 1 and 2 alone."""
     events = [Event(peer=peer, kind=kind, round=2) for peer in range(3)]
     result = run(folder, round={"total": 9}, evaluate_rounds=5, events=events)
@@ -192,35 +192,33 @@ def test_when_everybody_is_gone_the_last_committed_round_is_measured(folder: Pat
     assert result.evaluations[0].tokens_per_peer == 2 * 5 * STEP_TOKENS, "no work of round 3"
 
 
-def test_the_model_that_all_have_left_is_the_one_that_is_measured(folder: Path) -> None:
+def test_the_model_that_all_have_left_is_the_one_that_is_measured(folder):
     events = [Event(peer=peer, kind="leave", round=2) for peer in range(3)]
     seldom, often = (run(folder, evaluate_rounds=every, events=events) for every in (5, 1))
     assert seldom.evaluations[-1] == often.evaluations[-1] and len(often.evaluations) == 2
 
 
-def test_nobody_joins_a_swarm_that_everybody_has_left(folder: Path) -> None:
+def test_nobody_joins_a_swarm_that_everybody_has_left(folder):
     leaves = [Event(peer=peer, kind="leave", round=2) for peer in (0, 1)]
     result = run(folder, round={"total": 8}, events=[*leaves, Event(peer=2, kind="join", round=4)])
     assert sorted(result.digests) == [1, 2] and result.evaluations[-1].round == 2
     assert (rounds_of(result, 2), result.slots[2], result.bytes_in[2]) == ([], (), 0)
 
 
-def test_a_peer_that_can_get_the_model_from_no_other_fails_the_run_and_does_not_begin_anew(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_can_get_the_model_from_no_other_fails_the_run_and_does_not_begin_anew(folder, monkeypatch):
     monkeypatch.setattr(VirtualSwarm, "inventory", lambda swarm, peers: {})  # no peer answers
     kills = [Event(peer=peer, kind="kill", round=2) for peer in (0, 1)]
     with pytest.raises(SimulationError, match="virtual peers 2 wait for what no peer is left to do"):
         run(folder, round={"total": 6}, events=[*kills, Event(peer=2, kind="join", round=2)])
 
 
-def test_whoever_starts_later_is_waited_for(folder: Path) -> None:
+def test_whoever_starts_later_is_waited_for(folder):
     result = run(folder, starts=[0.0, 40.0, 0.0])
     assert result.virtual_seconds > 40.0
     assert [rounds_of(result, peer) for peer in range(3)] == [[1, 2, 3]] * 3
 
 
-def test_a_group_with_nan_in_it_is_dropped_and_the_others_are_not(folder: Path) -> None:
+def test_a_group_with_nan_in_it_is_dropped_and_the_others_are_not(folder):
     result = run(folder, attacks=[Attack(peer=1, kind="nan", groups="slots", from_round=1)])
     spoiled = {f"slot-{slot}" for slot in result.slots[1]}
     for name, digest in result.digests[1].items():
@@ -230,14 +228,14 @@ def test_a_group_with_nan_in_it_is_dropped_and_the_others_are_not(folder: Path) 
 
 
 @pytest.mark.full
-def test_a_swarm_that_can_commit_nothing_any_more_says_why(folder: Path) -> None:
+def test_a_swarm_that_can_commit_nothing_any_more_says_why(folder):
     with pytest.raises(SimulationError, match=r"round 2 was dropped 20 times in a row: .*NaN"):
         run(folder, peers=2, attacks=[Attack(peer=1, kind="nan", from_round=1)])
 
 
 # Several peers drop a round by the same rule; of them each commit tests a group with NaN in it, above.
 @pytest.mark.parametrize("peers", sample([1, 3], [1]))
-def test_a_run_that_diverges_ends_and_says_so(folder: Path, peers: int) -> None:
+def test_a_run_that_diverges_ends_and_says_so(folder, peers):
     settings = scenario(folder, peers=peers)
     train = settings.run.train.model_copy(update={"lr": 1e30, "warmup_rounds": 0.0})
     diverging = settings.model_copy(update={"run": settings.run.model_copy(update={"train": train})})
@@ -246,9 +244,7 @@ def test_a_run_that_diverges_ends_and_says_so(folder: Path, peers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", sample(["sign_flip", "scale", "stale"], ["scale"]))
-def test_attacks_begin_when_they_should_and_change_what_they_should(
-    folder: Path, plain: tuple[SimulationResult, list[Evaluation]], kind: str
-) -> None:
+def test_attacks_begin_when_they_should_and_change_what_they_should(folder, plain, kind):
     honest, _ = plain
     attacked = run(folder, attacks=[Attack(peer=1, kind=kind, from_round=1, groups="shared")])
     assert attacked.digests[1] == honest.digests[1]
@@ -259,19 +255,19 @@ def test_attacks_begin_when_they_should_and_change_what_they_should(
     assert_members_agree(attacked)
 
 
-def test_one_peer_is_solo_training_and_costs_no_traffic(folder: Path) -> None:
+def test_one_peer_is_solo_training_and_costs_no_traffic(folder):
     result = run(folder, peers=1, max_slots=4, evaluate_rounds=2)
     assert [(e.round, e.tokens_per_peer) for e in result.evaluations] == [(2, 10 * STEP_TOKENS), (3, 15 * STEP_TOKENS)]
     assert result.evaluations[1].loss < result.evaluations[0].loss
     assert result.bytes_in == result.bytes_out == [0]
 
 
-def test_what_is_received_was_sent(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
+def test_what_is_received_was_sent(plain):
     result, _ = plain
     assert sum(result.bytes_in) == sum(result.bytes_out) > 0
 
 
-def test_an_all_reduce_costs_each_member_its_share_of_the_vector_both_ways(folder: Path) -> None:
+def test_an_all_reduce_costs_each_member_its_share_of_the_vector_both_ways(folder):
     """All hold all slots, so nothing is pulled."""
     result = run(folder, max_slots=4, moments="local")
     data = scenario(folder).run.data
@@ -281,23 +277,19 @@ def test_an_all_reduce_costs_each_member_its_share_of_the_vector_both_ways(folde
         assert count == pytest.approx(3 * 2 * (2 / 3) * num_bytes, abs=3 * 5)
 
 
-def test_evaluations_are_reported_as_they_are_made(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
+def test_evaluations_are_reported_as_they_are_made(plain):
     result, seen = plain
     assert seen == list(result.evaluations) and [e.round for e in seen] == [1, 2, 3]
 
 
-def test_settings_are_chosen_on_other_text_than_is_reported(
-    folder: Path, plain: tuple[SimulationResult, list[Evaluation]]
-) -> None:
+def test_settings_are_chosen_on_other_text_than_is_reported(folder, plain):
     reported, _ = plain
     tuning = run(folder, split="tuning")
     assert reported.digests == tuning.digests
     assert reported.evaluations[-1].loss != tuning.evaluations[-1].loss
 
 
-def test_each_peer_can_have_its_own_text(
-    folder: Path, tmp_path: Path, plain: tuple[SimulationResult, list[Evaluation]]
-) -> None:
+def test_each_peer_can_have_its_own_text(folder, tmp_path, plain):
     """One peer's own text is half of that of all: its deltas differ, and what is measured does not."""
     reported, _ = plain
     lines = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
@@ -310,7 +302,7 @@ def test_each_peer_can_have_its_own_text(
     assert abs(apart.evaluations[-1].loss - reported.evaluations[-1].loss) < 0.2
 
 
-def test_an_exception_in_a_callback_ends_the_simulation_and_all_threads(folder: Path) -> None:
+def test_an_exception_in_a_callback_ends_the_simulation_and_all_threads(folder):
     def fail(_: Any) -> None:
         raise ConfigError("mine")
 
@@ -320,7 +312,7 @@ def test_an_exception_in_a_callback_ends_the_simulation_and_all_threads(folder: 
     assert threading.active_count() == before and torch.get_num_threads() == threads
 
 
-def test_a_scenario_survives_json(folder: Path) -> None:
+def test_a_scenario_survives_json(folder):
     whole = scenario(
         folder,
         events=[Event(peer=1, kind="join", round=1)],
@@ -354,13 +346,13 @@ def test_a_scenario_survives_json(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_scenario_that_cannot_be_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_scenario_that_cannot_be_is_refused(folder, changes, message):
     with pytest.raises(ValidationError, match=message):
         scenario(folder, **changes)
 
 
 @pytest.mark.parametrize("family", sample(["llama", "qwen3", "gemma"], ["llama"]))
-def test_peers_train_a_dense_model_as_shared_alone(folder: Path, family: str) -> None:
+def test_peers_train_a_dense_model_as_shared_alone(folder, family):
     """One that joins late has it, too, and the model learns."""
     dense = TINY["model"] | {"family": family, "num_experts": 0, "top_k": 0}
     settings = {**TINY, "model": dense, "round": {**TINY["round"], "total": 4}}
@@ -381,7 +373,7 @@ def test_peers_train_a_dense_model_as_shared_alone(folder: Path, family: str) ->
     ("family", "experts"),
     sample([("olmoe", "shared"), ("olmoe", "slots"), ("llama", "shared")], [("olmoe", "slots"), ("llama", "shared")]),
 )
-def test_peers_train_adapters_over_a_checkpoint(folder: Path, family: str, experts: str) -> None:
+def test_peers_train_adapters_over_a_checkpoint(folder, family, experts):
     """They agree on them round by round, a late peer included, and the loss of base and adapters falls."""
     source = folder / f"{family}-{experts}"
     saved(source, family)
@@ -405,7 +397,7 @@ def test_peers_train_adapters_over_a_checkpoint(folder: Path, family: str, exper
         Scenario(run=settings, text=[folder / "corpus.jsonl"])  # type: ignore[arg-type]
 
 
-def test_peers_continue_a_checkpoint_itself(folder: Path) -> None:
+def test_peers_continue_a_checkpoint_itself(folder):
     """Their first round starts from its weights, not from a seed's."""
     source = folder / "continued"
     saved(source, "qwen3")

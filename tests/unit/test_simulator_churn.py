@@ -26,7 +26,7 @@ def present_by_round(events: list[Event], present: int, total: int) -> list[int]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_as_many_are_replaced_as_was_asked_and_nobody_before_it_has_come(seed: int) -> None:
+def test_as_many_are_replaced_as_was_asked_and_nobody_before_it_has_come(seed):
     churn = Churn(present=8, share=0.3, rounds=10, within_seconds=60.0)
     events = churn.events(seed, 50)
     assert events == churn.events(seed, 50) != churn.events(seed + 1, 50)
@@ -51,7 +51,7 @@ def small(folder: Path, **changes: Any) -> Scenario:
 
 
 @pytest.mark.full
-def test_a_swarm_goes_on_while_its_peers_are_replaced(tmp_path: Path) -> None:
+def test_a_swarm_goes_on_while_its_peers_are_replaced(tmp_path):
     scenario = small(tmp_path)
     result = simulate(scenario, cache=tmp_path / "cache")
     assert sorted(result.digests) == list(range(1, 11))
@@ -79,6 +79,6 @@ def test_a_swarm_goes_on_while_its_peers_are_replaced(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_churn_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_churn_that_cannot_be_is_refused(tmp_path, changes, message):
     with pytest.raises(ValidationError, match=message):
         small(tmp_path, **changes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ PAUSED = 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unequal")
     write_corpus(folder / "corpus.jsonl")
     return folder
@@ -45,7 +45,7 @@ def run(folder: Path, *, round: dict[str, Any] | None = None, **changes: Any) ->
 
 
 @pytest.fixture
-def meetings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Contribution, RoundResult]]]:
+def meetings(monkeypatch):
     """What everybody brought to every averaging, and got out of it."""
     seen, agree = list[tuple[Contribution, RoundResult]](), VirtualSwarm.agree
 
@@ -67,7 +67,7 @@ def meetings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Contributio
 
 
 @pytest.mark.full
-def test_a_round_lasts_as_long_as_all_speeds_together_take_for_its_tokens(folder: Path) -> None:
+def test_a_round_lasts_as_long_as_all_speeds_together_take_for_its_tokens(folder):
     unequal, equal = (run(folder, speeds=speeds) for speeds in ([FAST, FAST, FAST, SLOW], FAST))
     for result, seconds in ((unequal, TOKENS / (3 * FAST + SLOW)), (equal, TOKENS / (4 * FAST))):
         for report in result.reports[0]:
@@ -77,7 +77,7 @@ def test_a_round_lasts_as_long_as_all_speeds_together_take_for_its_tokens(folder
             assert tokens == pytest.approx(TOKENS, abs=4 * STEP_TOKENS), "to a step of each"
 
 
-def test_a_slow_peer_weighs_what_it_trained(folder: Path, meetings: list[tuple[Contribution, RoundResult]]) -> None:
+def test_a_slow_peer_weighs_what_it_trained(folder, meetings):
     """A fourth of the speed is a fourth of the tokens, and the mean that all commit is that of the deltas by tokens."""
     result = run(folder, speeds=[FAST, FAST, FAST, SLOW], round={"total": 2})
     for number in range(2):
@@ -93,9 +93,7 @@ def test_a_slow_peer_weighs_what_it_trained(folder: Path, meetings: list[tuple[C
 
 
 @pytest.mark.full
-def test_the_only_step_of_a_warm_ups_first_round_is_not_for_nothing(
-    folder: Path, meetings: list[tuple[Contribution, RoundResult]]
-) -> None:
+def test_the_only_step_of_a_warm_ups_first_round_is_not_for_nothing(folder, meetings):
     """For its tokens it moves a peer as far as others: a peer that moved less took their mean for a lie."""
     result = run(folder, speeds=[FAST] * 4 + [SLOW / 2], peers=5, round={"total": 2, "tokens": 12 * 264})
     first = [(own, got) for own, got in meetings if own.member.round == 0 and own.member.tokens]
@@ -112,7 +110,7 @@ def test_the_only_step_of_a_warm_ups_first_round_is_not_for_nothing(
 
 @pytest.mark.full
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3 * 208])
-def test_nobody_waits_for_a_slow_peer_and_its_work_always_counts(folder: Path, tokens: int) -> None:
+def test_nobody_waits_for_a_slow_peer_and_its_work_always_counts(folder, tokens):
     """Its steps, longer than the others wait, end with the round or some time before it, and never too late for it."""
     result = run(folder, speeds=[FAST, FAST, FAST, SLOW], round={"tokens": tokens})
     assert [report.round for report in result.reports[3]] == [1, 2, 3, 4]
@@ -148,7 +146,7 @@ def seconds_beside_training(report: Metrics) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize("after_seconds", [1.0, 37.0])
-def test_a_peer_that_stops_for_a_minute_holds_nobody_up(folder: Path, after_seconds: float) -> None:
+def test_a_peer_that_stops_for_a_minute_holds_nobody_up(folder, after_seconds):
     """At the worst its lease still runs when the round ends: then the others wait for it as long as for anybody."""
     result = paused(folder, 60.0, after_seconds)
     alone = LONG["tokens"] / (3 * SPEED)
@@ -162,9 +160,7 @@ def test_a_peer_that_stops_for_a_minute_holds_nobody_up(folder: Path, after_seco
         )
 
 
-def test_what_a_peer_had_trained_before_it_stopped_does_not_count_and_what_it_trains_afterwards_does(
-    folder: Path, meetings: list[tuple[Contribution, RoundResult]]
-) -> None:
+def test_what_a_peer_had_trained_before_it_stopped_does_not_count_and_what_it_trains_afterwards_does(folder, meetings):
     result = paused(folder, 60.0)
     mine = {report.round: report for report in result.reports[PAUSED]}
     stale = [report for report in mine.values() if not report.committed]
@@ -177,7 +173,7 @@ def test_what_a_peer_had_trained_before_it_stopped_does_not_count_and_what_it_tr
 
 
 @pytest.mark.full
-def test_slots_of_a_peer_that_stopped_are_covered_until_it_is_back(folder: Path) -> None:
+def test_slots_of_a_peer_that_stopped_are_covered_until_it_is_back(folder):
     """It alone held it; in the middle of the round somebody adopts it and trains it on."""
     rounds = {**LONG, "tokens": 2 * LONG["tokens"], "total": 8}
     event = Event(peer=PAUSED, kind="pause", round=3, after_seconds=5.0, seconds=200.0)
@@ -200,7 +196,7 @@ def test_slots_of_a_peer_that_stopped_are_covered_until_it_is_back(folder: Path)
 
 
 @pytest.mark.full
-def test_a_stop_that_ends_before_the_round_costs_only_its_own_time(folder: Path) -> None:
+def test_a_stop_that_ends_before_the_round_costs_only_its_own_time(folder):
     result = paused(folder, 10.0, after_seconds=5.0)
     mine, other = result.reports[PAUSED][3], result.reports[0][3]
     assert mine.committed and mine.tokens == pytest.approx(other.tokens - 10 * SPEED, abs=STEP_TOKENS)
@@ -208,6 +204,6 @@ def test_a_stop_that_ends_before_the_round_costs_only_its_own_time(folder: Path)
 
 
 @pytest.mark.parametrize(("kind", "seconds"), [("pause", None), ("kill", 3.0), ("pause", 0.0)])
-def test_only_a_pause_lasts_and_every_pause_does(kind: Any, seconds: float | None) -> None:
+def test_only_a_pause_lasts_and_every_pause_does(kind, seconds):
     with pytest.raises(ValidationError, match=r"give them to pauses|greater than"):
         Event(peer=0, kind=kind, round=1, seconds=seconds)

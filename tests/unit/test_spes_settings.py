@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def read(peer: PeerConfig, name: str) -> Any:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_shipped_config_has_the_released_settings(config: str) -> None:
+def test_a_shipped_config_has_the_released_settings(config):
     peer = peer_of(config)
     concerned = [
         setting
@@ -60,11 +59,11 @@ def test_a_shipped_config_has_the_released_settings(config: str) -> None:
     assert concerned and not wrong
 
 
-def test_what_differs_from_spes_has_a_reason() -> None:
+def test_what_differs_from_spes_has_a_reason():
     assert not [each["key"] for each in SETTINGS if not each.get("note") and ("here" in each or not each.get("ours"))]
 
 
-def test_every_setting_that_a_spes_config_sets_for_the_run_is_in_the_table() -> None:
+def test_every_setting_that_a_spes_config_sets_for_the_run_is_in_the_table():
     """Those of the model, the training and the merge are SPES's; rounds, codecs and storage are this project's."""
     compared = {setting.get("ours") for setting in SETTINGS}
     for config in CONFIGS:
@@ -83,7 +82,7 @@ def test_every_setting_that_a_spes_config_sets_for_the_run_is_in_the_table() -> 
         "run: {model: {d_model: 64}}",
     ],
 )
-def test_a_config_of_spes_is_refused_with_the_page_that_has_our_names(tmp_path: Path, text: str) -> None:
+def test_a_config_of_spes_is_refused_with_the_page_that_has_our_names(tmp_path, text):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     page = "benchmarks/results/spes_settings.md"
@@ -91,7 +90,7 @@ def test_a_config_of_spes_is_refused_with_the_page_that_has_our_names(tmp_path: 
         load_settings(PeerConfig, ["--run-id", "r", "--config", str(file)])
 
 
-def test_a_flag_of_spes_is_refused_so_too_and_others_are_not() -> None:
+def test_a_flag_of_spes_is_refused_so_too_and_others_are_not():
     with pytest.raises(ConfigError, match=r"unknown flag --spes_config.sync_steps; SPES's settings are beside ours"):
         load_settings(PeerConfig, ["--run-id", "r", "--spes_config.sync_steps=50"])
     with pytest.raises(ConfigError, match=r"unknown flag --colour.sync_steps; see"):
@@ -99,7 +98,7 @@ def test_a_flag_of_spes_is_refused_so_too_and_others_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RunConfig.model_fields))
-def test_no_hint_stands_in_the_way_of_a_setting_of_ours(name: str) -> None:
+def test_no_hint_stands_in_the_way_of_a_setting_of_ours(name):
     """A dotted name that is ours must never be a key of SPES with another meaning."""
     section = RunConfig.model_fields[name].annotation
     own = section.model_fields if isinstance(section, type) and issubclass(section, Frozen) else {}

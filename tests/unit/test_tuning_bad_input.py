@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +203,7 @@ ADAPTERS: dict[str, tuple[Callable[[World], list[Any]], str]] = {
     "no folder": (lambda w: [w.here / "nothing"], r"nothing is no adapter .*; give --adapter lora, or a folder"),
     "a checkpoint": (lambda w: [w.good / "llama"], r"llama is no adapter"),
     "a misspelt lora": (lambda w: ["Lora"], r"Lora is no adapter"),
-    "an adapter of another base": (
-        lambda w: [w.good / "llama-adapter"],
-        r"which this run's base .* has not; give",
-    ),
+    "an adapter of another base": (lambda w: [w.good / "llama-adapter"], r"which this run's base .* has not; give"),
     "another rank than its weights": (
         lambda w: [edited(w.copy("olmoe-adapter"), CONFIG, r=4)],
         r"is not of 4 experts with rank 4; give another|does not fit the run's base; give --adapter",
@@ -263,12 +260,12 @@ DATA: dict[str, tuple[Callable[[World], list[Any]], str]] = {
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> World:
+def files(tmp_path_factory):
     return World(tmp_path_factory.mktemp("good"))
 
 
 @pytest.fixture
-def world(files: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files.here = tmp_path
     handlers = logging.root.handlers[:]
@@ -277,7 +274,7 @@ def world(files: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.fixture
-def refusal(world: World, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(world, capsys):
     """What `spes peer` says before it founds a run, once it has ended."""
 
     def of(*words: Any) -> str:
@@ -312,7 +309,7 @@ def ended(settings: Any, main: Any, words: list[Any], output: Path, capsys: pyte
         ],
     ),
 )
-def test_a_bad_checkpoint_is_named_with_the_remedy(refusal: Callable[..., str], world: World, case: str) -> None:
+def test_a_bad_checkpoint_is_named_with_the_remedy(refusal, world, case):
     make, says = SOURCES[case]
     error = refusal("--from", make(world), "--data", world.good / "chats.jsonl")
     assert re.search(says, error), error
@@ -321,14 +318,14 @@ def test_a_bad_checkpoint_is_named_with_the_remedy(refusal: Callable[..., str], 
 @pytest.mark.parametrize(
     "case", sample([*ADAPTERS], ["an adapter of another base", "another rank than its weights", "a misspelt lora"])
 )
-def test_a_bad_adapter_is_named_with_the_remedy(refusal: Callable[..., str], world: World, case: str) -> None:
+def test_a_bad_adapter_is_named_with_the_remedy(refusal, world, case):
     make, says = ADAPTERS[case]
     error = refusal("--from", world.good / "olmoe", "--data", world.good / "chats.jsonl", "--adapter", *make(world))
     assert re.search(says, error), error
 
 
 @pytest.mark.parametrize("case", sample([*DATA], ["adapters without a base", "a link to nowhere"]))
-def test_bad_data_are_named_with_the_remedy(refusal: Callable[..., str], world: World, case: str) -> None:
+def test_bad_data_are_named_with_the_remedy(refusal, world, case):
     make, says = DATA[case]
     error = refusal(*make(world))
     assert re.search(says, error), error
@@ -372,7 +369,7 @@ EXPORTS: dict[str, tuple[Callable[[World], list[Any]], str]] = {
 
 
 @pytest.fixture(scope="module")
-def tuned(files: World) -> None:
+def tuned(files):
     """Folders `bf16` and `int8` of peers that have trained adapters over a base in that precision."""
     for base in ("bf16", "int8"):
         run = with_digests(files.adapted("olmoe", base=base), len(files.tokenizer), files.good / "olmoe")
@@ -384,14 +381,14 @@ def tuned(files: World) -> None:
 
 @pytest.mark.parametrize("case", sample([*EXPORTS], ["a base without merging", "another base"]))
 @pytest.mark.usefixtures("tuned")
-def test_a_bad_export_is_named_with_the_remedy(world: World, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_a_bad_export_is_named_with_the_remedy(world, capsys, case):
     make, says = EXPORTS[case]
     error = ended(ExportConfig, export.main, make(world), world.good / "bf16" / "model", capsys)
     assert re.search(says, error), error
 
 
 @pytest.mark.usefixtures("tuned")
-def test_the_same_commands_with_what_is_good_write_an_adapter_and_its_sum_with_the_base(world: World) -> None:
+def test_the_same_commands_with_what_is_good_write_an_adapter_and_its_sum_with_the_base(world):
     source, base, merged = str(world.good / "int8"), world.good / "olmoe", world.here / "merged"
     assert export.main(ExportConfig(source=source, output=world.here / "adapter")) == 0
     assert export.main(ExportConfig(source=source, output=merged, merged=True, start_from=base)) == 0

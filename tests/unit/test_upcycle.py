@@ -54,12 +54,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def dense_model(kind: str, **changes: Any) -> PreTrainedModel:
@@ -103,7 +98,7 @@ def expert_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def source(tmp_path: Path, seed: int) -> Path:
+def source(tmp_path, seed):
     """A dense Llama checkpoint."""
     return save(dense_model("llama"), tmp_path / "dense")
 
@@ -121,9 +116,7 @@ def source(tmp_path: Path, seed: int) -> Path:
     ],
 )
 @pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (3, 1)])
-def test_logits_are_the_dense_models(
-    tmp_path: Path, seed: int, kind: str, changes: dict[str, Any], num_experts: int, top_k: int
-) -> None:
+def test_logits_are_the_dense_models(tmp_path, seed, kind, changes, num_experts, top_k):
     dense = dense_model(kind, **changes)
     output = upcycle(save(dense, tmp_path / "dense"), tmp_path / "out", num_experts=num_experts, top_k=top_k)
     mixture = load(output)
@@ -133,7 +126,7 @@ def test_logits_are_the_dense_models(
     torch.testing.assert_close(logits(mixture), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_a_head_that_only_the_configuration_ties_is_refused(tmp_path: Path, seed: int) -> None:
+def test_a_head_that_only_the_configuration_ties_is_refused(tmp_path, seed):
     """transformers keeps such a head: the mixture would be of another model."""
     source = save(dense_model("llama"), tmp_path / "dense")
     fields = json.loads((source / "config.json").read_text())
@@ -143,7 +136,7 @@ def test_a_head_that_only_the_configuration_ties_is_refused(tmp_path: Path, seed
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_in_bf16_and_in_pieces_stays_so(tmp_path: Path, seed: int) -> None:
+def test_a_checkpoint_in_bf16_and_in_pieces_stays_so(tmp_path, seed):
     dense = dense_model("qwen3").to(torch.bfloat16)
     source = save(dense, tmp_path / "dense", max_shard_size="20KB")
     assert len(list(source.glob("*.safetensors"))) > 1
@@ -157,7 +150,7 @@ def test_a_checkpoint_in_bf16_and_in_pieces_stays_so(tmp_path: Path, seed: int) 
 
 
 @pytest.mark.parametrize("noise", [{}, {"noise_std": 0.01, "noise_fraction": 0.5}])
-def test_equal_seeds_give_equal_files_and_others_do_not(source: Path, tmp_path: Path, noise: dict[str, Any]) -> None:
+def test_equal_seeds_give_equal_files_and_others_do_not(source, tmp_path, noise):
     first, again, other = (
         digests(upcycle(source, tmp_path / name, seed=number, **noise))
         for name, number in (("a", 7), ("b", 7), ("c", 8))
@@ -167,7 +160,7 @@ def test_equal_seeds_give_equal_files_and_others_do_not(source: Path, tmp_path: 
     assert differing == {name for name in first if name.startswith("model-") and "-00001-of" not in name}
 
 
-def test_experts_are_equal_without_noise_and_differ_with_it(source: Path, tmp_path: Path) -> None:
+def test_experts_are_equal_without_noise_and_differ_with_it(source, tmp_path):
     dense = load_file(source / "model.safetensors")["model.layers.0.mlp.gate_proj.weight"]
     plain = expert_weights(upcycle(source, tmp_path / "plain"))
     assert len(plain) == 4 and all(torch.equal(weight, dense) for weight in plain.values())
@@ -178,7 +171,7 @@ def test_experts_are_equal_without_noise_and_differ_with_it(source: Path, tmp_pa
     assert moved[moved != 0].std() == pytest.approx(0.1, rel=0.1)
 
 
-def test_routers_are_small_and_tie_nothing(source: Path, tmp_path: Path) -> None:
+def test_routers_are_small_and_tie_nothing(source, tmp_path):
     mixture = load(upcycle(source, tmp_path / "out", num_experts=8, router_std=0.02))
     routers = [weight for name, weight in mixture.state_dict().items() if name.endswith("gate.weight")]
     assert len(routers) == mixture.config.num_hidden_layers
@@ -186,7 +179,7 @@ def test_routers_are_small_and_tie_nothing(source: Path, tmp_path: Path) -> None
         assert weight.std() == pytest.approx(0.02, rel=0.2) and len(set(weight[:, 0].tolist())) == 8
 
 
-def test_tokenizer_and_generation_settings_come_along(source: Path, tmp_path: Path) -> None:
+def test_tokenizer_and_generation_settings_come_along(source, tmp_path):
     tokenizer = train_bpe(["every expert is the dense model's"] * 3, VOCAB)
     tokenizer.save_pretrained(source)
     (source / "README.md").write_text("not this")
@@ -200,7 +193,7 @@ def test_tokenizer_and_generation_settings_come_along(source: Path, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_runs_settings_can_describe_what_was_written(tmp_path: Path, seed: int) -> None:
+def test_a_runs_settings_can_describe_what_was_written(tmp_path, seed):
     output = upcycle(save(dense_model("qwen3", head_dim=8), tmp_path / "dense"), tmp_path / "out")
     model = ModelConfig(
         family="qwen3_moe",
@@ -238,20 +231,14 @@ def refused(source: Path, output: Path, error: type[SpesError], said: str, **cha
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding_window=8, which"),
     ],
 )
-def test_what_the_mixture_cannot_express_is_refused(
-    tmp_path: Path, seed: int, kind: str, changes: dict[str, Any], said: str
-) -> None:
+def test_what_the_mixture_cannot_express_is_refused(tmp_path, seed, kind, changes, said):
     refused(save(dense_model(kind, **changes), tmp_path / "dense"), tmp_path / "out", ConfigError, said)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        (
-            {"architectures": ["Olmo2ForCausalLM"]},
-            ConfigError,
-            "holds Olmo2ForCausalLM; give --from one of Llama",
-        ),
+        ({"architectures": ["Olmo2ForCausalLM"]}, ConfigError, "holds Olmo2ForCausalLM; give --from one of Llama"),
         ({"model_type": "qwen3"}, ConfigError, "give --from one of"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ConfigError, "quantised weights"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, ConfigError, "'rope_type': 'spiral'"),
@@ -260,20 +247,18 @@ def test_what_the_mixture_cannot_express_is_refused(
         ({"intermediate_size": 40}, DataError, "has shape .48, 32., not .40, 32. as config.json says"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(
-    source: Path, tmp_path: Path, changes: dict[str, Any], error: type[SpesError], said: str
-) -> None:
+def test_a_configuration_that_does_not_fit_is_refused(source, tmp_path, changes, error, said):
     settings = json.loads((source / "config.json").read_text()) | changes
     (source / "config.json").write_text(json.dumps(settings))
     refused(source, tmp_path / "out", error, said)
 
 
-def test_another_head_is_refused(tmp_path: Path) -> None:
+def test_another_head_is_refused(tmp_path):
     model = LlamaForSequenceClassification(LlamaConfig(**SHAPE))
     refused(save(model, tmp_path / "dense"), tmp_path / "out", ConfigError, "holds LlamaForSequenceClassification")
 
 
-def test_missing_and_damaged_files_are_refused(source: Path, tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_refused(source, tmp_path):
     out, weights = tmp_path / "out", source / "model.safetensors"
     refused(tmp_path / "nothing", out, DataError, "no checkpoint .no config.json.; give --from a folder")
     content = weights.read_bytes()
@@ -286,13 +271,13 @@ def test_missing_and_damaged_files_are_refused(source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": "none"}}'])
-def test_a_damaged_index_is_refused(source: Path, tmp_path: Path, index: str) -> None:
+def test_a_damaged_index_is_refused(source, tmp_path, index):
     (source / "model.safetensors.index.json").write_text(index)
     refused(source, tmp_path / "out", DataError, "; (download|give --from)")
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.up_proj.weight"])
-def test_numbers_that_are_none_are_refused(source: Path, tmp_path: Path, name: str) -> None:
+def test_numbers_that_are_none_are_refused(source, tmp_path, name):
     tensors = load_file(source / "model.safetensors")
     tensors[name].view(-1)[3] = float("nan")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -310,13 +295,11 @@ def test_numbers_that_are_none_are_refused(source: Path, tmp_path: Path, name: s
         ({"noise_std": "nan", "noise_fraction": 1}, "noise_std=.*"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(
-    source: Path, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_settings_that_make_no_sense_are_refused(source, tmp_path, changes, said):
     refused(source, tmp_path / "out", ConfigError, said, **changes)
 
 
-def test_nothing_that_exists_is_overwritten(source: Path, tmp_path: Path) -> None:
+def test_nothing_that_exists_is_overwritten(source, tmp_path):
     (tmp_path / "empty").mkdir()
     upcycle(source, tmp_path / "empty")
     before = digests(tmp_path / "empty")
@@ -330,7 +313,7 @@ def test_nothing_that_exists_is_overwritten(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.full  # two processes that import torch; the functions above do the same work, test_cli the exit codes
-def test_the_script_exits_with_2_and_one_line(source: Path, tmp_path: Path) -> None:
+def test_the_script_exits_with_2_and_one_line(source, tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "upcycle.py"), "--from", str(source), "--output"]
     flags = ["--num-experts", "4", "--top-k", "2"]
     done = subprocess.run([*script, str(tmp_path / "out"), *flags], capture_output=True, text=True, timeout=200)

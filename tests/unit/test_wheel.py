@@ -17,7 +17,7 @@ SOURCES = ("spes_p2p", "configs", "pyproject.toml", "README.md", "LICENSE", "NOT
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Build the wheel from a copy of the sources: a build leaves files beside them."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_a_wheel_holds_the_configs_the_page_the_licences_and_both_commands(wheel: Path) -> None:
+def test_a_wheel_holds_the_configs_the_page_the_licences_and_both_commands(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         for path in (ROOT / "configs").glob("*.yaml"):
@@ -57,7 +57,7 @@ def test_a_wheel_holds_the_configs_the_page_the_licences_and_both_commands(wheel
 
 
 @pytest.fixture
-def installed(wheel: Path, tmp_path: Path) -> Path:
+def installed(wheel, tmp_path):
     """Install the wheel beside this environment's dependencies; return the folder of its programs."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
@@ -72,7 +72,7 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.full  # what a change could leave out of the wheel, the test above finds with every commit
-def test_an_installed_wheel_works_outside_a_checkout_with_an_empty_home(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_works_outside_a_checkout_with_an_empty_home(installed, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     environment = {"HOME": str(home), "PATH": f"{installed}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -91,7 +91,7 @@ def test_an_installed_wheel_works_outside_a_checkout_with_an_empty_home(installe
 
 @pytest.mark.full  # three minutes: a whole swarm
 @pytest.mark.timeout(900)
-def test_an_installed_wheel_trains_a_swarm(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_trains_a_swarm(installed, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     environment = {"HOME": str(home), "PATH": f"{installed}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

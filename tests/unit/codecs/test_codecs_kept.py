@@ -38,12 +38,12 @@ def magnitudes(numel: int) -> Tensor:
 
 
 @pytest.mark.parametrize("storage", FORMS)
-def test_a_form_has_the_bytes_on_record(storage: str) -> None:
+def test_a_form_has_the_bytes_on_record(storage):
     form = KeptForm(storage, 5000).encode(fixed(5000))
     assert hashlib.sha256(form.numpy().tobytes()).hexdigest() == GOLDEN[storage]
 
 
-def test_nf4_packs_two_codes_a_byte_behind_which_come_the_scales() -> None:
+def test_nf4_packs_two_codes_a_byte_behind_which_come_the_scales():
     form = KeptForm("nf4", 66)
     data = form.encode(torch.tensor([4.0, -4.0, 0.0, 2.9, *[0.0] * 60, -0.5, 0.25]))
     assert data[:2].tolist() == [0xF0, 0x7E] and set(data[2:32].tolist()) == {0x77}
@@ -51,7 +51,7 @@ def test_nf4_packs_two_codes_a_byte_behind_which_come_the_scales() -> None:
     assert data[64:].clone().view(torch.float32).tolist() == [4.0, 0.5]
 
 
-def test_nf4_takes_the_nearest_level(seed: int) -> None:
+def test_nf4_takes_the_nearest_level(seed):
     flat_N = magnitudes(64 * 500)
     packed, scales_B = quantise_nf4(flat_N)
     share_BW = flat_N.view(-1, 64).double() / scales_B[:, None].double()
@@ -63,7 +63,7 @@ def test_nf4_takes_the_nearest_level(seed: int) -> None:
 
 @pytest.mark.parametrize("storage", FORMS)
 @given(values=st.lists(FP32, min_size=1, max_size=300))
-def test_the_form_of_what_a_form_holds_is_the_same_bytes(storage: str, values: list[float]) -> None:
+def test_the_form_of_what_a_form_holds_is_the_same_bytes(storage, values):
     form, flat_N = KeptForm(storage, len(values)), torch.tensor(values, dtype=torch.float32)
     if storage == "bf16" and not torch.isfinite(flat_N.bfloat16()).all():
         return  # refused, like infinity
@@ -74,7 +74,7 @@ def test_the_form_of_what_a_form_holds_is_the_same_bytes(storage: str, values: l
 
 
 @pytest.mark.parametrize("storage", FORMS)
-def test_pieces_change_no_byte(storage: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_pieces_change_no_byte(storage, monkeypatch, seed):
     flat_N = magnitudes(1000)
     form = KeptForm(storage, 1000)
     whole, values, length = form.encode(flat_N), form.values(form.encode(flat_N)), form.length(form.encode(flat_N))
@@ -84,7 +84,7 @@ def test_pieces_change_no_byte(storage: str, monkeypatch: pytest.MonkeyPatch, se
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8", pytest.param("nf4", marks=NEEDS_BITSANDBYTES)])
-def test_a_store_takes_from_a_form_what_it_would_make_of_the_weights(storage: str, seed: int) -> None:
+def test_a_store_takes_from_a_form_what_it_would_make_of_the_weights(storage, seed):
     """So loading a form is the same as loading the fp32 weights."""
     shapes = {"down": (16, 8), "up": (32, 8), "wide": (3, 128)}
     sizes = [16 * 8, 32 * 8, 3 * 128]
@@ -104,7 +104,7 @@ def test_a_store_takes_from_a_form_what_it_would_make_of_the_weights(storage: st
 
 
 @NEEDS_BITSANDBYTES
-def test_bitsandbytes_makes_nearly_the_same_nf4(seed: int) -> None:
+def test_bitsandbytes_makes_nearly_the_same_nf4(seed):
     """It rounds quotients otherwise: a share of a value in a thousand may differ, and no more."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -117,7 +117,7 @@ def test_bitsandbytes_makes_nearly_the_same_nf4(seed: int) -> None:
 
 @pytest.mark.parametrize("storage", FORMS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_values_without_a_form_are_refused(storage: str, bad: float) -> None:
+def test_values_without_a_form_are_refused(storage, bad):
     flat_N = torch.ones(300)
     flat_N[290] = bad
     with pytest.raises(ValueError, match=f"NaN or infinity cannot be held in {storage}"):
@@ -127,7 +127,7 @@ def test_values_without_a_form_are_refused(storage: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("storage", FORMS)
-def test_bytes_that_no_encoder_writes_are_refused(storage: str) -> None:
+def test_bytes_that_no_encoder_writes_are_refused(storage):
     form = KeptForm(storage, 300)
     data = bytearray(form.encode(torch.randn(300)).numpy().tobytes())
     with pytest.raises(ExchangeError, match=f"payload of {len(data) - 1} bytes, expected {len(data)}"):

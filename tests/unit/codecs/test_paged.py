@@ -17,13 +17,13 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere vectors
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     monkeypatch.setattr(paged, "PIECE_NUMEL", 1024)
 
 
 @on_linux
 @pytest.mark.usefixtures("small_pieces")
-def test_what_is_written_piece_by_piece_is_there_and_a_part_of_it(tmp_path: Path, seed: int) -> None:
+def test_what_is_written_piece_by_piece_is_there_and_a_part_of_it(tmp_path, seed):
     torch.manual_seed(seed)
     vector, flat_N = PagedVector.scratch(5000, tmp_path), torch.randn(5000)
     for here, piece in vector.pieces():
@@ -35,7 +35,7 @@ def test_what_is_written_piece_by_piece_is_there_and_a_part_of_it(tmp_path: Path
 
 
 @on_linux
-def test_of_a_large_vector_one_piece_is_in_memory(tmp_path: Path) -> None:
+def test_of_a_large_vector_one_piece_is_in_memory(tmp_path):
     numel = 8 * paged.PIECE_NUMEL
     vector = PagedVector.scratch(numel, tmp_path)
     most = 0
@@ -60,14 +60,14 @@ def mapped_bytes() -> int:
     return resident
 
 
-def test_without_a_folder_and_of_few_elements_it_lies_in_memory(tmp_path: Path) -> None:
+def test_without_a_folder_and_of_few_elements_it_lies_in_memory(tmp_path):
     for vector in (PagedVector.scratch(10, tmp_path), PagedVector.scratch(2 * paged.PIECE_NUMEL, None)):
         assert vector.open().memory is None
     assert PagedVector.of(torch.empty(0)).whole().numel() == 0 and not list(PagedVector.of(torch.empty(0)).pieces())
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_tensors_are_saved_as_safetensors_has_them(tmp_path: Path, seed: int) -> None:
+def test_tensors_are_saved_as_safetensors_has_them(tmp_path, seed):
     torch.manual_seed(seed)
     tensors = {
         "residual/shared": PagedVector.scratch(3000, tmp_path),

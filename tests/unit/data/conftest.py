@@ -70,18 +70,18 @@ def tokenizer():
 
 
 @pytest.fixture
-def files_data() -> DataConfig:
+def files_data():
     return DataConfig(source="files", sequence_length=16, held_out_fraction=0.2)
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, seed: int) -> Path:
+def corpus(tmp_path, seed):
     """120 documents in one jsonl file."""
     return write_rows(tmp_path / "corpus" / "rows.jsonl", sentences(random.Random(seed), 120))
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def hub(tmp_path, monkeypatch):
     """A hub without data sets; a test writes them to `hub.root/OWNER/NAME/`."""
     with hub_of(tmp_path / "hub", monkeypatch) as server:
         yield server

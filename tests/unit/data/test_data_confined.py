@@ -312,7 +312,7 @@ def test_depth_and_number_of_parts_are_counted_from_the_outside():
     assert child.BASE_BYTES >= 2**30
 
 
-def test_limits_stay_below_those_that_the_machine_has_set_for_good() -> None:
+def test_limits_stay_below_those_that_the_machine_has_set_for_good():
     program = """
 import resource
 from spes_p2p.data import tokenizer_child

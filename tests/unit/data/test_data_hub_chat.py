@@ -44,7 +44,7 @@ ALL = [(kind, suffix) for kind in ROWS for suffix in (".jsonl", ".parquet")]
 
 # The others are slow; the two of the commit lane have all of it between them.
 @pytest.fixture(params=[pytest.param(e, id=" ".join(e), marks=[pytest.mark.full] * (e not in COMMIT)) for e in ALL])
-def chats(request, hub, tmp_path, seed) -> tuple[DataConfig, DataConfig]:
+def chats(request, hub, tmp_path, seed):
     """The same rows as settings of a hub data set and of a local file."""
     kind, suffix = request.param
     rows = [ROWS[kind](text, number) for number, text in enumerate(sentences(random.Random(seed), 60, 30))]

@@ -54,7 +54,7 @@ WEIGHTS = st.integers(1, 4).flatmap(
 
 @given(WEIGHTS)
 @settings(max_examples=60, deadline=None)
-def test_each_number_of_each_source_belongs_to_one_position(drawn) -> None:
+def test_each_number_of_each_source_belongs_to_one_position(drawn):
     """So a window that counts once by its position counts once an epoch of its source, whatever the weights do."""
     rows, phases = drawn
     schedule = MixtureSchedule(mixture(*rows, phases=phases))
@@ -69,7 +69,7 @@ def test_each_number_of_each_source_belongs_to_one_position(drawn) -> None:
     assert again[0].tolist() == sources[some].tolist() and again[1].tolist() == numbers[some].tolist()
 
 
-def test_sources_have_their_shares_in_each_phase_and_phases_begin_where_they_say() -> None:
+def test_sources_have_their_shares_in_each_phase_and_phases_begin_where_they_say():
     schedule = MixtureSchedule(mixture([9, 1, 1], [1, 1, 0], phases=[10_000 * T, 20_000 * T]))
     assert [phase.block for phase in schedule.phases] == [70, 64, 64], "least blocks of their weights' sums"
     firsts = [phase.first for phase in schedule.phases]
@@ -79,14 +79,14 @@ def test_sources_have_their_shares_in_each_phase_and_phases_begin_where_they_say
         assert np.mean(sources == 0) == pytest.approx(share, abs=0.005)
 
 
-def test_sources_are_mixed_within_a_block_and_differently_in_each() -> None:
+def test_sources_are_mixed_within_a_block_and_differently_in_each():
     sources, _ = MixtureSchedule(mixture([1], [1]))(np.arange(100 * MIN_BLOCK))
     blocks = sources.reshape(-1, MIN_BLOCK)
     assert (blocks.sum(axis=1) == MIN_BLOCK // 2).all()
     assert len({tuple(block) for block in blocks.tolist()}) == 100
 
 
-def test_later_weights_change_nothing_before_their_phase() -> None:
+def test_later_weights_change_nothing_before_their_phase():
     """So a run can be annealed by an amendment, and what is trained stays counted."""
     one = MixtureSchedule(mixture([3, 1], [1, 1], phases=[5000 * T]))
     other = MixtureSchedule(mixture([3, 0, 7], [1, 9, 2], phases=[5000 * T, 9000 * T]))
@@ -95,7 +95,7 @@ def test_later_weights_change_nothing_before_their_phase() -> None:
     assert [each.tolist() for each in one(positions)] == [each.tolist() for each in other(positions)]
 
 
-def test_a_schedule_needs_no_memory_for_a_run_of_any_length() -> None:
+def test_a_schedule_needs_no_memory_for_a_run_of_any_length():
     schedule = MixtureSchedule(mixture([900, 1], [99, 1], phases=[10**15]))
     positions = np.array([0, 10**12, 10**15, 2**52])
     tracemalloc.start()
@@ -105,7 +105,7 @@ def test_a_schedule_needs_no_memory_for_a_run_of_any_length() -> None:
     assert peak < 10**5
 
 
-def test_a_mixed_source_trains_each_window_once_an_epoch_of_its_source_and_the_gates_never() -> None:
+def test_a_mixed_source_trains_each_window_once_an_epoch_of_its_source_and_the_gates_never():
     sizes = {"a": 61, "b": 40}
     data = mixture([3], [1])
     made = {name: source_of(name, size) for name, size in sizes.items()}
@@ -134,7 +134,7 @@ def test_a_mixed_source_trains_each_window_once_an_epoch_of_its_source_and_the_g
     assert len({window for _, window in seen["a"]}) == sizes["a"] - probes
 
 
-def test_before_a_deal_it_gives_what_the_loss_gate_measures_of_every_source() -> None:
+def test_before_a_deal_it_gives_what_the_loss_gate_measures_of_every_source():
     def made(seed: int) -> MixedSource:
         return MixedSource({"a": source_of("a", 50), "b": source_of("b", 50)}, mixture([9], [1]))
 
@@ -145,7 +145,7 @@ def test_before_a_deal_it_gives_what_the_loss_gate_measures_of_every_source() ->
     assert firsts == [of["a"][0], of["b"][0], of["a"][1], of["b"][1]]
 
 
-def test_a_resumed_source_must_have_the_same_data() -> None:
+def test_a_resumed_source_must_have_the_same_data():
     def made(name: str) -> MixedSource:
         return MixedSource({"a": source_of("a", 50), "b": source_of(name, 50)}, mixture([9], [1]))
 
@@ -169,7 +169,7 @@ def test_a_resumed_source_must_have_the_same_data() -> None:
         ({"mixture": [], "phases": [5]}, "those of data.mixture"),
     ],
 )
-def test_a_mixture_that_says_two_things_is_refused(changes: dict, words: str) -> None:
+def test_a_mixture_that_says_two_things_is_refused(changes, words):
     with pytest.raises(ValidationError, match=words):
         DataConfig.model_validate({**mixture([1], [1]).model_dump(), **changes})
 
@@ -185,7 +185,7 @@ def test_a_mixture_that_says_two_things_is_refused(changes: dict, words: str) ->
         ({"weights": [0.5]}, "weights"),
     ],
 )
-def test_a_source_is_named_once_with_whole_weights(change: dict, words: str | None) -> None:
+def test_a_source_is_named_once_with_whole_weights(change, words):
     document = mixture([1], [1]).model_dump()
     document["mixture"][1] |= change
     if words is None:
@@ -196,7 +196,7 @@ def test_a_source_is_named_once_with_whole_weights(change: dict, words: str | No
         DataConfig.model_validate(document)
 
 
-def test_settings_without_a_mixture_do_not_mention_one() -> None:
+def test_settings_without_a_mixture_do_not_mention_one():
     """The manifests of such runs stay what they were, to the byte."""
     assert not {"mixture", "phases"} & RunConfig().model_dump(mode="json")["data"].keys()
     mixed = RunConfig(data=mixture([9, 5], [1, 5], phases=[10**9]))
@@ -207,7 +207,7 @@ def test_settings_without_a_mixture_do_not_mention_one() -> None:
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> dict[str, Path]:
+def shards(tmp_path):
     """Two sources of some hundred windows."""
     tokenizer, found = load_tokenizer(FIXTURES / "tokenizer"), {}
     for at, name in enumerate(("web", "math")):
@@ -227,7 +227,7 @@ def settings_for(shards: dict[str, Path], cache: Path) -> DataConfig:
     return DataConfig(**common, mixture=sources, paths=paths)
 
 
-def test_peers_draw_the_same_from_the_files_of_all_sources_whatever_their_seed(tmp_path, shards) -> None:
+def test_peers_draw_the_same_from_the_files_of_all_sources_whatever_their_seed(tmp_path, shards):
     data = settings_for(shards, tmp_path)
     tokenizer = resolve_tokenizer(data, [], tmp_path)
     sources = [train_sources(data, tokenizer, paths=[], cache=tmp_path)(seed) for seed in (1, 2)]
@@ -246,7 +246,7 @@ def _holds(ids: list[int], row: list[int]) -> bool:
     return any(ids[at : at + 32] == row[:32] for at in first)
 
 
-def test_held_out_text_is_of_each_source(tmp_path, shards) -> None:
+def test_held_out_text_is_of_each_source(tmp_path, shards):
     data = settings_for(shards, tmp_path).model_copy(update={"held_out_fraction": 0.2})
     tokenizer = resolve_tokenizer(data, [], tmp_path)
     more = {"paths": [], "cache": tmp_path, "num_sequences": 32, "batch_size": 8, "seed": 0}
@@ -256,7 +256,7 @@ def test_held_out_text_is_of_each_source(tmp_path, shards) -> None:
     assert with_one.keys() == {""} and sum(map(len, with_one[""])) == 32
 
 
-def test_a_swapped_file_is_refused_by_the_sources_name(tmp_path, shards) -> None:
+def test_a_swapped_file_is_refused_by_the_sources_name(tmp_path, shards):
     data = settings_for(shards, tmp_path)
     tokenizer = load_tokenizer(FIXTURES / "tokenizer")
     kept = tmp_path / "kept.npy"
@@ -282,7 +282,7 @@ def test_a_swapped_file_is_refused_by_the_sources_name(tmp_path, shards) -> None
         (["a=x", "b="], "names no source"),
     ],
 )
-def test_each_source_needs_its_own_files(tmp_path, paths: list[str], words: str) -> None:
+def test_each_source_needs_its_own_files(tmp_path, paths, words):
     config = PeerConfig(run_id="run", data=paths)
     with pytest.raises(ConfigError, match=words):
         config.corpus(mixture([1], [1])).by_source()

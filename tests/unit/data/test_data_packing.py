@@ -116,13 +116,7 @@ def test_held_out_batches_are_the_held_out_windows(files_data, tokenizer, corpus
 
     def draw(number: int, seed: int = 0):
         return held_out_batches(
-            files_data,
-            tokenizer,
-            paths=[corpus],
-            cache=tmp_path,
-            num_sequences=number,
-            batch_size=5,
-            seed=seed,
+            files_data, tokenizer, paths=[corpus], cache=tmp_path, num_sequences=number, batch_size=5, seed=seed
         )
 
     everything = draw(10**6)

@@ -16,7 +16,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -96,7 +96,7 @@ class ShardServer:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory):
     """Shards of `spes tokenize`: three files of tokens."""
     folder = tmp_path_factory.mktemp("served")
     tokenizer = load_tokenizer(FIXTURES / "tokenizer")
@@ -109,13 +109,13 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def served(shards: Path, tmp_path: Path) -> Path:
+def served(shards, tmp_path):
     shutil.copytree(shards, tmp_path / "www")
     return tmp_path / "www"
 
 
 @pytest.fixture
-def server(served: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+def server(served, monkeypatch):
     quickly(monkeypatch)
     with contextlib.closing(ShardServer(served)) as server:
         yield server
@@ -129,7 +129,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch, num_retries: int = 7) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def certificate(tmp_path_factory):
     """A folder with an authority's certificate, and that of 127.0.0.1 and its key."""
     folder, now = tmp_path_factory.mktemp("certificate"), datetime.now(UTC)
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
@@ -148,7 +148,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def founders(served: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+def founders(served, certificate, monkeypatch):
     """A server by https, whose certificate this machine trusts."""
     quickly(monkeypatch, 1)
     authority = (certificate / "authority.pem").read_bytes()
@@ -166,13 +166,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in sorted(names)}
 
 
-def test_a_path_that_is_an_address_is_known_as_one() -> None:
+def test_a_path_that_is_an_address_is_known_as_one():
     for url in ("https://example.org/a/manifest.json", "http://127.0.0.1:80/x%20y", "s3://bucket/shards"):
         assert url_of(Path(url)) == url
     assert url_of(Path("shards/manifest.json")) is None and url_of(Path("/https/x")) is None
 
 
-def test_shards_come_into_the_cache_and_are_trained_on_as_if_they_lay_here(server, served, tmp_path, caplog) -> None:
+def test_shards_come_into_the_cache_and_are_trained_on_as_if_they_lay_here(server, served, tmp_path, caplog):
     config = PeerConfig(run_id="run", data=[server.url], cache=tmp_path / "cache")
     run = DataConfig(source="files", sequence_length=32, fingerprint=fingerprint_of(served))
     with caplog.at_level(logging.INFO, "spes_p2p"):
@@ -189,7 +189,7 @@ def test_shards_come_into_the_cache_and_are_trained_on_as_if_they_lay_here(serve
     assert with_fetched(config.corpus(run), config.cache).paths == [manifest] and not server.asked, "kept, not fetched"
 
 
-def test_a_download_that_was_cut_off_goes_on_where_it_was(server, served, tmp_path, monkeypatch) -> None:
+def test_a_download_that_was_cut_off_goes_on_where_it_was(server, served, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PIECE_BYTES", 10_000)
     quickly(monkeypatch, 1)
     num_answers = 0
@@ -211,7 +211,7 @@ def test_a_download_that_was_cut_off_goes_on_where_it_was(server, served, tmp_pa
     assert ranges[0] == "bytes=20000-29999"
 
 
-def test_a_broken_answer_is_asked_for_again_from_its_end(server, served, tmp_path) -> None:
+def test_a_broken_answer_is_asked_for_again_from_its_end(server, served, tmp_path):
     whole = (served / "000000.npy").read_bytes()
     broken = []
 
@@ -228,13 +228,13 @@ def test_a_broken_answer_is_asked_for_again_from_its_end(server, served, tmp_pat
     assert asked[1].startswith("bytes=1234-")
 
 
-def test_a_server_without_ranges_will_do(server, served, tmp_path, monkeypatch) -> None:
+def test_a_server_without_ranges_will_do(server, served, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PIECE_BYTES", 10_000)
     server.answer = lambda request: web.Response(body=(served / Path(request.path).name).read_bytes())
     assert files(fetch(server.url, tmp_path, None, is_own=True).parent) == files(served)
 
 
-def test_a_file_that_is_not_the_manifests_is_refused_and_not_kept(server, served, tmp_path) -> None:
+def test_a_file_that_is_not_the_manifests_is_refused_and_not_kept(server, served, tmp_path):
     damaged = bytearray((served / "000001.npy").read_bytes())
     damaged[100] ^= 1
     (served / "000001.npy").write_bytes(damaged)
@@ -244,13 +244,13 @@ def test_a_file_that_is_not_the_manifests_is_refused_and_not_kept(server, served
     assert not (folder / "000001.npy").exists() and not (folder / MANIFEST).exists()
 
 
-def test_shards_of_another_fingerprint_are_refused_before_they_are_fetched(server, tmp_path) -> None:
+def test_shards_of_another_fingerprint_are_refused_before_they_are_fetched(server, tmp_path):
     with pytest.raises(DataError, match=r"has the fingerprint .*, this run trains on 0000"):
         fetch(server.url, tmp_path, "0" * 64, is_own=True)
     assert [path for path, _ in server.asked] == ["/shards/manifest.json"]
 
 
-def test_a_manifest_whose_fingerprint_is_not_that_of_its_shards_is_refused(server, served, tmp_path) -> None:
+def test_a_manifest_whose_fingerprint_is_not_that_of_its_shards_is_refused(server, served, tmp_path):
     content = json.loads((served / MANIFEST).read_bytes())
     content["shards"][0]["sha256"] = "0" * 64
     (served / MANIFEST).write_text(json.dumps(content))
@@ -259,20 +259,20 @@ def test_a_manifest_whose_fingerprint_is_not_that_of_its_shards_is_refused(serve
 
 
 @pytest.mark.parametrize("body", [b"{}", b"", b"\xff", b'{"format": "spes-tokens"}'])
-def test_what_is_no_manifest_is_refused(server, tmp_path, body: bytes) -> None:
+def test_what_is_no_manifest_is_refused(server, tmp_path, body):
     server.answer = lambda request: web.Response(body=body)
     with pytest.raises(DataError, match="is no manifest of shards"):
         fetch(server.url, tmp_path, None, is_own=True)
 
 
-def test_an_endless_manifest_is_not_read_to_its_end(server, tmp_path, monkeypatch) -> None:
+def test_an_endless_manifest_is_not_read_to_its_end(server, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "MAX_MANIFEST_BYTES", 10_000)
     server.answer = lambda request: web.Response(body=b" " * 10**6)
     with pytest.raises(DataError, match="more than 10000 bytes"):
         fetch(server.url, tmp_path, None, is_own=True)
 
 
-def test_a_manifest_that_comes_byte_by_byte_is_given_up(tmp_path, monkeypatch) -> None:
+def test_a_manifest_that_comes_byte_by_byte_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "READ_SECONDS", 0.3)
     quickly(monkeypatch, 0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -294,7 +294,7 @@ def test_a_manifest_that_comes_byte_by_byte_is_given_up(tmp_path, monkeypatch) -
 
 
 @pytest.mark.parametrize("location", ["/\u00e9", "http://[", "http://a..b/", "ftp://host/x"])
-def test_a_redirection_to_no_address_is_one_line(server, tmp_path, monkeypatch, location) -> None:
+def test_a_redirection_to_no_address_is_one_line(server, tmp_path, monkeypatch, location):
     quickly(monkeypatch, 0)
     server.answer = lambda request: web.Response(status=302, headers={"Location": location})
     with pytest.raises(
@@ -304,12 +304,12 @@ def test_a_redirection_to_no_address_is_one_line(server, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("url", ["http://[/", "https://", "http://a b:x/"])
-def test_what_is_no_address_is_one_line(url: str, tmp_path) -> None:
+def test_what_is_no_address_is_one_line(url, tmp_path):
     with pytest.raises(ConfigError, match=r"is no address of shards; name a https://"):
         fetch(url, tmp_path, None, is_own=True)
 
 
-def test_a_redirection_is_followed(server, served, tmp_path) -> None:
+def test_a_redirection_is_followed(server, served, tmp_path):
     def elsewhere(request: web.Request) -> web.Response | None:
         path = request.path.replace("/moved/", "/shards/")
         return web.Response(status=302, headers={"Location": path}) if "/moved/" in request.path else None
@@ -319,7 +319,7 @@ def test_a_redirection_is_followed(server, served, tmp_path) -> None:
     assert files(fetch(moved, tmp_path, None, is_own=True).parent) == files(served)
 
 
-def test_a_file_that_is_longer_than_its_manifest_says_is_cut(server, served, tmp_path) -> None:
+def test_a_file_that_is_longer_than_its_manifest_says_is_cut(server, served, tmp_path):
     whole = (served / "000000.npy").read_bytes()
 
     def longer(request: web.Request) -> web.Response | None:
@@ -330,21 +330,21 @@ def test_a_file_that_is_longer_than_its_manifest_says_is_cut(server, served, tmp
     assert (kept / "000000.npy").read_bytes() == whole
 
 
-def test_a_cache_that_is_too_small_is_told_before_the_download(server, tmp_path, monkeypatch) -> None:
+def test_a_cache_that_is_too_small_is_told_before_the_download(server, tmp_path, monkeypatch):
     monkeypatch.setattr(remote.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(ConfigError, match=r"free, the shards take .*set --cache"):
         fetch(server.url, tmp_path, None, is_own=True)
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_an_address_without_shards_is_told_at_once(server, tmp_path, status: int) -> None:
+def test_an_address_without_shards_is_told_at_once(server, tmp_path, status):
     server.answer = lambda request: web.Response(status=status)
     with pytest.raises(DataError, match=f"cannot read http://127.0.0.1.*: {status}.*; name another address"):
         fetch(server.url, tmp_path, None, is_own=True)
     assert len(server.asked) == 1
 
 
-def test_shards_that_nothing_uses_make_room_for_others(server, served, tmp_path, monkeypatch) -> None:
+def test_shards_that_nothing_uses_make_room_for_others(server, served, tmp_path, monkeypatch):
     """The disk has room once one of three is gone; the oldest is in use by another process."""
     folders = [tmp_path / "shards" / name for name in ("oldest", "older", "newer")]
     for age, folder in enumerate(folders):
@@ -365,7 +365,7 @@ def test_shards_that_nothing_uses_make_room_for_others(server, served, tmp_path,
 
 
 @pytest.mark.parametrize("kind", ["mds_zstd", "mds_text_zstd"])
-def test_mds_shards_are_fetched_by_their_index(tmp_path, kind: str, monkeypatch) -> None:
+def test_mds_shards_are_fetched_by_their_index(tmp_path, kind, monkeypatch):
     """Of tokens and of text; a damaged file is refused by its digest, if the index has one."""
     quickly(monkeypatch, 0)
     shutil.copytree(FIXTURES / kind, tmp_path / "www")
@@ -391,7 +391,7 @@ def test_mds_shards_are_fetched_by_their_index(tmp_path, kind: str, monkeypatch)
 @pytest.mark.parametrize(
     "change", [{"basename": "../x.mds"}, {"basename": "/etc/passwd"}, {"bytes": -1}, {"bytes": "1"}]
 )
-def test_an_index_that_names_what_it_must_not_is_refused(server, served, tmp_path, change) -> None:
+def test_an_index_that_names_what_it_must_not_is_refused(server, served, tmp_path, change):
     index = json.loads((FIXTURES / "mds_raw" / "index.json").read_text())
     index["shards"][0]["raw_data"] |= change
     (served / "index.json").write_text(json.dumps(index))
@@ -401,7 +401,7 @@ def test_an_index_that_names_what_it_must_not_is_refused(server, served, tmp_pat
 
 
 @pytest.mark.skipif(RCLONE is None, reason="no rclone here")
-def test_shards_come_from_a_bucket(shards, tmp_path, monkeypatch) -> None:
+def test_shards_come_from_a_bucket(shards, tmp_path, monkeypatch):
     with s3_server(tmp_path / "buckets") as server:
         shutil.copytree(shards, tmp_path / "buckets" / "bucket" / "deep" / "shards")
         for name, value in s3_environment(server.port).items():
@@ -416,7 +416,7 @@ def test_shards_come_from_a_bucket(shards, tmp_path, monkeypatch) -> None:
             fetch("s3://bucket/deep/shards", tmp_path / "other", None, is_own=True)
 
 
-def test_a_bucket_without_credentials_names_the_variables(tmp_path, monkeypatch) -> None:
+def test_a_bucket_without_credentials_names_the_variables(tmp_path, monkeypatch):
     """Without boto3, which would look in ~/.aws."""
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -430,7 +430,7 @@ def test_a_bucket_without_credentials_names_the_variables(tmp_path, monkeypatch)
 # ---------------------------------------------------------------------- a founder's addresses
 
 
-def test_a_founders_shards_come_by_https_with_a_verified_certificate(founders, served, tmp_path, monkeypatch) -> None:
+def test_a_founders_shards_come_by_https_with_a_verified_certificate(founders, served, tmp_path, monkeypatch):
     fingerprint = fingerprint_of(served)
     assert files(fetch(founders.url, tmp_path, fingerprint, is_own=False).parent) == files(served)
     monkeypatch.setattr(remote, "CLIENT", {key: remote.CLIENT[key] for key in remote.CLIENT if key[:4] != "root"})
@@ -439,7 +439,7 @@ def test_a_founders_shards_come_by_https_with_a_verified_certificate(founders, s
         fetch(founders.url, tmp_path / "other", fingerprint, is_own=False)
 
 
-def test_a_founders_shards_do_not_come_by_plain_http(server, served, tmp_path) -> None:
+def test_a_founders_shards_do_not_come_by_plain_http(server, served, tmp_path):
     with pytest.raises(DataError, match=r"^cannot read http://127"):
         fetch(server.url, tmp_path, fingerprint_of(served), is_own=False)
     with pytest.raises(DataError, match=r"^cannot read s3://bucket"):
@@ -447,14 +447,14 @@ def test_a_founders_shards_do_not_come_by_plain_http(server, served, tmp_path) -
     assert not server.asked
 
 
-def test_a_founders_address_that_leads_to_plain_http_is_not_followed(founders, server, served, tmp_path) -> None:
+def test_a_founders_address_that_leads_to_plain_http_is_not_followed(founders, server, served, tmp_path):
     founders.answer = lambda request: web.Response(status=302, headers={"Location": server.url})
     with pytest.raises(DataError, match=r"^cannot read https://127"):
         fetch(founders.url, tmp_path, fingerprint_of(served), is_own=False)
     assert founders.asked and not server.asked
 
 
-def test_a_founder_names_no_index_of_other_shards(founders, served, tmp_path) -> None:
+def test_a_founder_names_no_index_of_other_shards(founders, served, tmp_path):
     shutil.copy(FIXTURES / "mds_raw" / "index.json", served)
     with pytest.raises(DataError, match="is no manifest of shards"):
         fetch(founders.url.replace(MANIFEST, "index.json"), tmp_path, fingerprint_of(served), is_own=False)
@@ -472,14 +472,14 @@ def test_a_founder_names_no_index_of_other_shards(founders, served, tmp_path) ->
         "https://h/\x1b",
     ],
 )
-def test_what_is_no_web_address_is_no_setting(url: str) -> None:
+def test_what_is_no_web_address_is_no_setting(url):
     with pytest.raises(ValueError, match="urls"):
         DataConfig(source="files", fingerprint="0" * 64, urls=[url])
 
 
 def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
     founders, served, tmp_path, monkeypatch
-) -> None:
+):
     data = DataConfig(source="files", fingerprint=fingerprint_of(served), urls=[founders.url])
     founder = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
     manifest = Manifest(
@@ -505,7 +505,7 @@ def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
     assert "/shards/manifest.json" not in {path for path, _ in founders.asked}, "the sizes are those that were shown"
 
 
-def test_peers_without_shards_fetch_those_of_the_run(founders, served, tmp_path) -> None:
+def test_peers_without_shards_fetch_those_of_the_run(founders, served, tmp_path):
     config, fingerprint = PeerConfig(run_id="run", cache=tmp_path), fingerprint_of(served)
     data = DataConfig(source="files", fingerprint=fingerprint, urls=["https://127.0.0.1:1/x.json", founders.url])
     (kept,) = with_fetched(config.corpus(data), tmp_path).paths
@@ -521,5 +521,5 @@ def test_peers_without_shards_fetch_those_of_the_run(founders, served, tmp_path)
     assert with_fetched(own.corpus(mixed), tmp_path).paths == [Path(f"web={kept}"), Path("math=shards/math")]
 
 
-def test_settings_without_addresses_do_not_mention_them() -> None:
+def test_settings_without_addresses_do_not_mention_them():
     assert "urls" not in RunConfig().model_dump(mode="json")["data"]

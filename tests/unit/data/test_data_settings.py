@@ -30,7 +30,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "shards"
 
 
 @pytest.fixture(params=[".jsonl", ".parquet"])
-def folder(request, tmp_path, monkeypatch) -> Path:
+def folder(request, tmp_path, monkeypatch):
     """Text in two splits and two configurations, with a card, below the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))

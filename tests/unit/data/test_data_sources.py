@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.readers import PIECE_CHARACTERS
-from spes_p2p.data.sources import (
-    corpus_identity,
-    documents,
-    in_held_out_part,
-    is_held_out,
-    split_documents,
-)
+from spes_p2p.data.sources import corpus_identity, documents, in_held_out_part, is_held_out, split_documents
 from spes_p2p.errors import ConfigError, DataError
 
 from .conftest import EDITS, SAME, sentences, write_rows
@@ -221,7 +215,7 @@ def test_a_file_that_has_not_changed_is_read_once(corpus, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def hub_data(hub, corpus) -> DataConfig:
+def hub_data(hub, corpus):
     """The corpus as a data set of a hub."""
     folder = hub.root / "alice" / "texts"
     folder.mkdir(parents=True)

@@ -24,7 +24,7 @@ T = 16
 
 
 @pytest.fixture
-def hub_data(hub, seed) -> DataConfig:
+def hub_data(hub, seed):
     """Four shards of 30 documents."""
     texts = sentences(random.Random(seed), 120)
     for shard in range(4):

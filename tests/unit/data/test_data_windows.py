@@ -283,7 +283,7 @@ def test_text_and_windows_come_from_the_same_file(tokenizer, corpus, tmp_path):
 
 @pytest.mark.parametrize("period", [1, 2, 7, 13, 14])
 @pytest.mark.parametrize("times", [31, 32])
-def test_a_sequence_in_which_a_few_tokens_repeat_32_times_in_a_row_is_repetitive(period: int, times: int) -> None:
+def test_a_sequence_in_which_a_few_tokens_repeat_32_times_in_a_row_is_repetitive(period, times):
     length, start = 600, 100
     window = np.arange(1000, 1000 + length)
     window[start : start + period * times] = np.tile(np.arange(period), times)
@@ -291,13 +291,13 @@ def test_a_sequence_in_which_a_few_tokens_repeat_32_times_in_a_row_is_repetitive
     assert are_repetitive(np.stack([window, other])).tolist() == [times == 32 and period <= 13, False]
 
 
-def test_padding_is_no_repetition_and_short_sequences_are_none() -> None:
+def test_padding_is_no_repetition_and_short_sequences_are_none():
     padded = np.concatenate([np.arange(10), np.full(500, PADDING)])
     assert not are_repetitive(padded[None]).any() and not are_repetitive(np.zeros((1, 31), np.int64)).any()
     assert are_repetitive(np.zeros((1, 32), np.int64)).all()
 
 
-def test_of_a_repetitive_sequence_nothing_is_learned_and_all_others_are_as_before() -> None:
+def test_of_a_repetitive_sequence_nothing_is_learned_and_all_others_are_as_before():
     tokens = np.arange(10 * 64 + 1, dtype="<u4")
     tokens[3 * 64 + 5 : 4 * 64 - 5] = 7
     file = TokenFile(tokens, "key", None)

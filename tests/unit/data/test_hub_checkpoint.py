@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import VOCAB, saved
-from hub_server import COMMIT, HubServer, hub_of
+from hub_server import COMMIT, hub_of
 
 from spes_p2p.config import DataConfig, RunConfig, StartConfig
 from spes_p2p.data.hub import checkpoint_folder
@@ -17,7 +16,7 @@ from spes_p2p.training.build import with_digests
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -29,7 +28,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 @pytest.mark.parametrize("name", ["someone/small", f"someone/small@{COMMIT}"])
-def test_a_run_starts_from_a_checkpoint_of_the_hub(hub: HubServer, tmp_path: Path, name: str) -> None:
+def test_a_run_starts_from_a_checkpoint_of_the_hub(hub, tmp_path, name):
     folder, full_name = checkpoint_folder(Path(name))
     assert full_name == f"someone/small@{COMMIT}"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -48,7 +47,7 @@ def test_a_run_starts_from_a_checkpoint_of_the_hub(hub: HubServer, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["someone/nothing", f"someone/small@{'d' * 40}"])
-def test_what_the_hub_has_not_is_one_line_with_the_remedy(hub: HubServer, name: str) -> None:
+def test_what_the_hub_has_not_is_one_line_with_the_remedy(hub, name):
     with pytest.raises(DataError, match=r"cannot download someone/.*; check name, commit and network, or give --from"):
         checkpoint_folder(Path(name))
 
@@ -58,7 +57,7 @@ def test_what_the_hub_has_not_is_one_line_with_the_remedy(hub: HubServer, name: 
     # The hub's library asks again for 20 seconds.
     ["someone/small", pytest.param(f"someone/small@{COMMIT}", marks=pytest.mark.full)],
 )
-def test_a_hub_that_does_not_answer_now_may_answer_later(hub: HubServer, name: str) -> None:
+def test_a_hub_that_does_not_answer_now_may_answer_later(hub, name):
     hub.shutdown()
     hub.server_close()
     with pytest.raises(OutageError, match="cannot download someone/small") as caught:
@@ -66,7 +65,7 @@ def test_a_hub_that_does_not_answer_now_may_answer_later(hub: HubServer, name: s
     assert caught.value.exit_code == 75
 
 
-def test_a_folder_goes_before_the_hub(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_goes_before_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "someone" / "small").mkdir(parents=True)
     assert checkpoint_folder(Path("someone/small")) == (Path("someone/small"), None)
@@ -74,7 +73,7 @@ def test_a_folder_goes_before_the_hub(hub: HubServer, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("source", ["someone/small", "../small@" + "c" * 40, "a/b/c@" + "c" * 40, "someone/small@main"])
-def test_a_manifest_names_a_checkpoint_of_the_hub_by_its_commit(source: str) -> None:
+def test_a_manifest_names_a_checkpoint_of_the_hub_by_its_commit(source):
     whole = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": []}
     assert StartConfig.model_validate(whole | {"source": f"someone/small@{COMMIT}"}).source
     with pytest.raises(ValueError, match="source"):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from checkpoints import MIXTURES
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spes_p2p.config import ModelConfig
@@ -19,7 +16,7 @@ STOCK = {family: model_class(family) for family in MIXTURES}
 
 
 @pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
+def single_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,14 +24,14 @@ def single_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def seed(seed: int) -> int:
+def seed(seed):
     """The test's seed, by which torch draws as well."""
     torch.manual_seed(seed)
     return seed
 
 
 @pytest.fixture
-def tiny() -> Callable[..., ModelConfig]:
+def tiny():
     def config(family: str = "olmoe", **changes: object) -> ModelConfig:
         shape: dict[str, object] = {
             "family": family,
@@ -51,7 +48,7 @@ def tiny() -> Callable[..., ModelConfig]:
 
 
 @pytest.fixture
-def slot_model(tiny: Callable[..., ModelConfig], seed: int) -> Callable[..., SlotModel]:
+def slot_model(tiny, seed):
     """Builds a tiny slot model, weights drawn from the test's seed."""
 
     def build(
@@ -76,9 +73,7 @@ def slot_model(tiny: Callable[..., ModelConfig], seed: int) -> Callable[..., Slo
 
 
 @pytest.fixture
-def pair(
-    tiny: Callable[..., ModelConfig], slot_model: Callable[..., SlotModel]
-) -> Callable[..., tuple[PreTrainedModel, SlotModel]]:
+def pair(tiny, slot_model):
     """A stock model as transformers builds it, and a slot model loaded with its weights."""
 
     def build(
@@ -106,5 +101,5 @@ def load_from_stock(slot_model: SlotModel, stock: PreTrainedModel) -> None:
 
 
 @pytest.fixture
-def tokens(seed: int) -> Tensor:
+def tokens(seed):
     return torch.randint(0, VOCAB, (4, SEQUENCE + 1))

@@ -79,7 +79,7 @@ class World:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path
 
 
@@ -93,7 +93,7 @@ def logits(module: Any, ids_BT: Tensor) -> Tensor:
 
 
 @cases
-def test_a_new_adapter_changes_no_logit(folder: Path, family: str, experts: str) -> None:
+def test_a_new_adapter_changes_no_logit(folder, family, experts):
     world = World(folder, family, experts=experts)
     ids_BT = tokens(2, SEQUENCE)
     torch.testing.assert_close(logits(world.model.module, ids_BT), logits(stock(family), ids_BT), rtol=0, atol=1e-5)
@@ -101,7 +101,7 @@ def test_a_new_adapter_changes_no_logit(folder: Path, family: str, experts: str)
 
 
 @cases
-def test_gradients_are_those_of_the_sum_of_base_and_product(folder: Path, family: str, experts: str) -> None:
+def test_gradients_are_those_of_the_sum_of_base_and_product(folder, family, experts):
     """Also of slots that are claimed one by one; those of others get none, and count all the same."""
     world = World(folder, family, experts=experts)
     world.scramble()
@@ -140,9 +140,7 @@ def test_gradients_are_those_of_the_sum_of_base_and_product(folder: Path, family
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("storage", ["bf16", "int8", "nf4"])
-def test_a_base_in_few_bits_learns_and_stays_as_it_is(
-    folder: Path, storage: str, precision: str, checkpointing: bool
-) -> None:
+def test_a_base_in_few_bits_learns_and_stays_as_it_is(folder, storage, precision, checkpointing):
     world = World(folder, "qwen3_moe", storage=storage, experts="slots")
     for slot in range(EXPERTS):
         world.model.adopt(slot)
@@ -156,7 +154,7 @@ def test_a_base_in_few_bits_learns_and_stays_as_it_is(
     assert frozen_bytes(world.model) == before and before
 
 
-def test_adapters_of_a_pass_that_is_computed_again_get_the_gradients_of_its_own_routing(folder: Path) -> None:
+def test_adapters_of_a_pass_that_is_computed_again_get_the_gradients_of_its_own_routing(folder):
     """On a GPU a token between two experts may go to another one when activations are computed again."""
     world = World(folder, "qwen3_moe", experts="slots")
     for slot in range(EXPERTS):
@@ -194,7 +192,7 @@ def frozen_bytes(model: SlotModel) -> dict[str, bytes]:
     return found
 
 
-def test_no_sum_of_a_weight_and_its_adapter_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sum_of_a_weight_and_its_adapter_is_made(folder, monkeypatch):
     """What is kept for the backward pass has no weight of an expert but the factors."""
     kept: list[tuple[int, ...]] = []
     world = World(folder, "qwen3_moe", experts="shared")
@@ -205,7 +203,7 @@ def test_no_sum_of_a_weight_and_its_adapter_is_made(folder: Path, monkeypatch: p
     assert not {shape[-2:] for shape in kept} & {(80, 32), (32, 40)}
 
 
-def test_slots_go_from_hand_to_hand(folder: Path) -> None:
+def test_slots_go_from_hand_to_hand(folder):
     world = World(folder, "mixtral", experts="slots")
     world.scramble()
     ids_BT = tokens(2, SEQUENCE)
@@ -221,7 +219,7 @@ def test_slots_go_from_hand_to_hand(folder: Path) -> None:
         world.model.slot_parameters(2)
 
 
-def test_peers_draw_the_same_factors_whoever_owns_the_experts(folder: Path) -> None:
+def test_peers_draw_the_same_factors_whoever_owns_the_experts(folder):
     """So a run is the same model at its start, whatever is shared and sent."""
     shared, slots = (World(folder / experts, "olmoe", experts=experts) for experts in ("shared", "slots"))
     for weight in shared.factors().weights:
@@ -232,7 +230,7 @@ def test_peers_draw_the_same_factors_whoever_owns_the_experts(folder: Path) -> N
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "nf4"])
-def test_a_base_from_documents_is_the_base_from_the_checkpoint(folder: Path, precision: str) -> None:
+def test_a_base_from_documents_is_the_base_from_the_checkpoint(folder, precision):
     """In the precision of the documents, and to the last bit."""
     world = World(folder, "qwen3_moe", base=precision)
     run = with_digests(world.run, VOCAB, world.source)
@@ -257,7 +255,7 @@ def test_a_base_from_documents_is_the_base_from_the_checkpoint(folder: Path, pre
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_the_planner_counts_what_is_trained_and_what_is_frozen(folder: Path, family: str) -> None:
+def test_the_planner_counts_what_is_trained_and_what_is_frozen(folder, family):
     for experts in ("shared", "slots"):
         world = World(folder / experts, family, experts=experts)
         size, whole = run_size(world.run, VOCAB), model_size(world.run.model, VOCAB)
@@ -274,7 +272,7 @@ def test_the_planner_counts_what_is_trained_and_what_is_frozen(folder: Path, fam
 
 
 @cases
-def test_a_merged_checkpoint_computes_what_base_and_adapter_do(folder: Path, family: str, experts: str) -> None:
+def test_a_merged_checkpoint_computes_what_base_and_adapter_do(folder, family, experts):
     world = World(folder, family, experts=experts)
     world.scramble()
     num_params = save_merged(world.whole, world.factors(), world.base, folder / "merged")
@@ -284,7 +282,7 @@ def test_a_merged_checkpoint_computes_what_base_and_adapter_do(folder: Path, fam
     torch.testing.assert_close(logits(merged, ids_BT), logits(world.model.module, ids_BT), rtol=1e-5, atol=1e-5)
 
 
-def test_text_of_a_merged_checkpoint_ends_where_its_tokenizer_says(folder: Path) -> None:
+def test_text_of_a_merged_checkpoint_ends_where_its_tokenizer_says(folder):
     world = World(folder, "llama")
     world.whole.module.generation_config.eos_token_id = None  # as of a base that does not say it
     tokenizer = train_bpe(["some text " * 100], VOCAB)
@@ -292,9 +290,7 @@ def test_text_of_a_merged_checkpoint_ends_where_its_tokenizer_says(folder: Path)
     assert GenerationConfig.from_pretrained(folder / "merged").eos_token_id == tokenizer.eos_token_id
 
 
-def test_a_merged_checkpoint_keeps_the_bases_precision_and_may_be_several_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merged_checkpoint_keeps_the_bases_precision_and_may_be_several_files(folder, monkeypatch):
     monkeypatch.setattr("spes_p2p.model.peft_files.MERGED_BYTES", 20_000)
     stock("olmoe").bfloat16().save_pretrained(folder / "bf16")
     world = World(folder, "olmoe")
@@ -322,12 +318,12 @@ def test_a_merged_checkpoint_keeps_the_bases_precision_and_may_be_several_files(
         ({"alpha": 0.0}, "alpha"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         AdapterConfig.model_validate(settings)
 
 
-def test_a_run_is_refused_whose_parts_contradict_each_other(folder: Path) -> None:
+def test_a_run_is_refused_whose_parts_contradict_each_other(folder):
     start = {"shared": "0" * 64, "slots": ["0" * 64]}
     with pytest.raises(ValidationError, match=r"adapter\.start names 1 slots, and the run has 0"):
         RunConfig.model_validate({"adapter": {"start": start}})
@@ -337,7 +333,7 @@ def test_a_run_is_refused_whose_parts_contradict_each_other(folder: Path) -> Non
         World(folder, "llama", targets=["experts"])
 
 
-def test_a_manifest_without_the_base_of_its_adapters_is_refused() -> None:
+def test_a_manifest_without_the_base_of_its_adapters_is_refused():
     fields = {"run_id": "run", "founder": "Qm" + "1" * 44, "software": "0.1", "vocab_size": 300}
     manifest = fields | {"tokenizer_digest": "0" * 64, "tokenizer_bytes": 9, "config": {"adapter": {}}}
     with pytest.raises(ValidationError, match="the run trains adapters and names no base"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,7 +64,7 @@ def train_rank(rank: int, seed: int, folder: str) -> None:
 
 
 @pytest.mark.full
-def test_two_ranks_equal_one_process_before_and_after_an_adoption(seed, tmp_path: Path):
+def test_two_ranks_equal_one_process_before_and_after_an_adoption(seed, tmp_path):
     batches = torch.randint(0, 32, (2, 3, 9))
     save_file({"tokens": batches}, tmp_path / "batches.safetensors")
     run_ranks(rank_main, (seed, str(tmp_path)), 2)

@@ -23,12 +23,12 @@ FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
 
 
 @pytest.fixture
-def documents(seed) -> list[list[Tensor]]:
+def documents(seed):
     return [[torch.randint(0, VOCAB, (length,)) for length in row] for row in LENGTHS]
 
 
 @pytest.fixture
-def windows(documents) -> Tensor:
+def windows(documents):
     rows = []
     for row in documents:
         marked = [torch.cat([~ids[:1] if index else ids[:1], ids[1:]]) for index, ids in enumerate(row)]

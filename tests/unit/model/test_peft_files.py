@@ -66,9 +66,7 @@ def save(run: RunConfig, model: SlotModel, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("family", "owner"), sample(ALL, [ALL[0], ALL[2], ALL[4]]))
-def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(
-    tmp_path: Path, family: str, owner: str
-) -> None:
+def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(tmp_path, family, owner):
     from peft import PeftModel
 
     source = saved(tmp_path / "base", family)
@@ -104,7 +102,7 @@ def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(
     torch.testing.assert_close(logits(again.module), logits(theirs), rtol=0, atol=1e-5)
 
 
-def test_experts_as_wide_inside_as_outside_go_there_and_back(tmp_path: Path) -> None:
+def test_experts_as_wide_inside_as_outside_go_there_and_back(tmp_path):
     """Their two weights' factors are told apart by both sides: A has the same shape in both."""
     config = copy.deepcopy(CONFIGS["olmoe"])
     config.intermediate_size = config.hidden_size
@@ -119,7 +117,7 @@ def test_experts_as_wide_inside_as_outside_go_there_and_back(tmp_path: Path) -> 
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_an_adapter_on_few_matrices_is_gone_on_from_with_new_ones_on_the_rest(tmp_path: Path) -> None:
+def test_an_adapter_on_few_matrices_is_gone_on_from_with_new_ones_on_the_rest(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     source = saved(tmp_path / "base", "llama")
@@ -141,7 +139,7 @@ def test_an_adapter_on_few_matrices_is_gone_on_from_with_new_ones_on_the_rest(tm
 # ---------------------------------------------------------------------- files
 
 
-def test_an_adapter_names_its_base_on_the_hub_with_the_commit(tmp_path: Path) -> None:
+def test_an_adapter_names_its_base_on_the_hub_with_the_commit(tmp_path):
     from peft import PeftConfig
 
     source = saved(tmp_path / "base", "llama")
@@ -154,7 +152,7 @@ def test_an_adapter_names_its_base_on_the_hub_with_the_commit(tmp_path: Path) ->
     assert named_base(save(run, model_over(source, run), tmp_path / "local")) is None
 
 
-def test_experts_lie_in_peft_s_order(tmp_path: Path) -> None:
+def test_experts_lie_in_peft_s_order(tmp_path):
     """Expert e has rows `e r` to `(e + 1) r` of A, and every E-th column of B from e on."""
     source = saved(tmp_path / "base", "olmoe")
     run = run_over(source, experts="slots")
@@ -169,7 +167,7 @@ def test_experts_lie_in_peft_s_order(tmp_path: Path) -> None:
     assert (tmp_path / "adapter" / CONFIG).is_file()
 
 
-def test_a_run_goes_on_from_an_adapter_that_the_manifest_names(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_an_adapter_that_the_manifest_names(tmp_path):
     source = saved(tmp_path / "base", "olmoe")
     run = with_digests(run_over(source, experts="slots"), VOCAB, source)
     model = model_over(source, run)
@@ -203,7 +201,7 @@ def test_a_run_goes_on_from_an_adapter_that_the_manifest_names(tmp_path: Path) -
         ({"lora_alpha": None}, "has settings that no run can have: .*alpha"),
     ],
 )
-def test_settings_of_peft_that_a_run_has_not_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_settings_of_peft_that_a_run_has_not_are_refused(tmp_path, change, message):
     folder = some_adapter(tmp_path)
     settings = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(settings | change))
@@ -217,7 +215,7 @@ def some_adapter(tmp_path: Path) -> Path:
     return save(run, model_over(source, run), tmp_path / "adapter")
 
 
-def test_damaged_and_foreign_adapters_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_foreign_adapters_are_refused(tmp_path):
     folder = some_adapter(tmp_path)
     with pytest.raises(DataError, match=r"is no adapter \(no adapter_config.json\); give --adapter lora, or a folder"):
         adapter_of(tmp_path / "base", None)

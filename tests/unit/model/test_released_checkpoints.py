@@ -58,9 +58,7 @@ def exported(source: Path, output: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_released_checkpoint_starts_a_run_whose_export_has_its_logits_and_end_tokens(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_released_checkpoint_starts_a_run_whose_export_has_its_logits_and_end_tokens(tmp_path, name):
     fields = reduced(RELEASED[name])
     expected = logits(written(tmp_path / "base", fields))
     started = exported(tmp_path / "base", tmp_path / "again").start
@@ -91,7 +89,7 @@ DENSE = [name for name, fields in RELEASED.items() if FAMILIES[fields["model_typ
         )
     ],
 )
-def test_a_run_starts_from_what_upcycling_makes_of_a_released_dense_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_run_starts_from_what_upcycling_makes_of_a_released_dense_checkpoint(tmp_path, name):
     fields = reduced(RELEASED[name])
     expected = logits(written(tmp_path / "base", fields))
     settings = {"source": tmp_path / "base", "output": tmp_path / "mixture", "num_experts": 3, "top_k": 2}

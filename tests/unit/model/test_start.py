@@ -48,7 +48,7 @@ def edit(source: Path, **fields: Any) -> None:
 
 
 @families
-def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_path: Path, family: str) -> None:
+def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_path, family):
     source = saved(tmp_path / "stock", family)
     run = started(source)
     size = model_size(run.model, VOCAB)
@@ -73,7 +73,7 @@ def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_pat
 
 
 @families
-def test_a_checkpoint_in_several_files_of_bf16_gives_the_same_start_as_one_file(tmp_path: Path, family: str) -> None:
+def test_a_checkpoint_in_several_files_of_bf16_gives_the_same_start_as_one_file(tmp_path, family):
     model = stock(family).bfloat16()
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "several", max_shard_size="15KB")
@@ -81,7 +81,7 @@ def test_a_checkpoint_in_several_files_of_bf16_gives_the_same_start_as_one_file(
     assert started(tmp_path / "one") == started(tmp_path / "several")
 
 
-def test_a_head_that_only_the_configuration_ties_is_refused_and_an_equal_one_is_not(tmp_path: Path) -> None:
+def test_a_head_that_only_the_configuration_ties_is_refused_and_an_equal_one_is_not(tmp_path):
     source = saved(tmp_path / "a", "olmoe")
     edit(source, tie_word_embeddings=True)
     with pytest.raises(DataError, match="they differ; set tie_word_embeddings to false there"):
@@ -92,7 +92,7 @@ def test_a_head_that_only_the_configuration_ties_is_refused_and_an_equal_one_is_
     assert started(source)
 
 
-def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
+def test_experts_may_be_stored_fused(tmp_path):
     one_by_one = saved(tmp_path / "a", "olmoe")
     fused = saved(tmp_path / "b", "olmoe")
     state = {name: tensor.contiguous() for name, tensor in stock("olmoe").state_dict().items()}
@@ -102,7 +102,7 @@ def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
 
 
 @families
-def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path: Path, family: str) -> None:
+def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path, family):
     source = saved(tmp_path / "stock", family)
     train = TrainConfig(
         **{"batch_size": 2, "lr": 5e-4, "schedule": "constant", "warmup_rounds": 0.0, "weight_decay": 0.1},
@@ -141,7 +141,7 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
 # ---------------------------------------------------------------------- bundles and their digests
 
 
-def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path: Path) -> None:
+def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path):
     source = saved(tmp_path / "stock", "qwen3_moe")
     run = started(source, outer=OuterConfig(optimizer="nesterov"))
     bundles = StartBundles(run, VOCAB, source)
@@ -160,7 +160,7 @@ def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path: Path) -
         changed.check()
 
 
-def test_a_peer_without_the_checkpoint_takes_the_kept_forms_that_the_manifest_names(tmp_path: Path) -> None:
+def test_a_peer_without_the_checkpoint_takes_the_kept_forms_that_the_manifest_names(tmp_path):
     source = saved(tmp_path / "stock", "olmoe")
     assert started(source, frozen_storage="fp32").model.start.kept == []
     run = started(source, frozen_storage="int8")
@@ -188,7 +188,7 @@ def test_a_peer_without_the_checkpoint_takes_the_kept_forms_that_the_manifest_na
         RunConfig(model=run.model.model_copy(update={"start": start.model_copy(update={"kept": []})}))
 
 
-def test_a_version_of_round_0_that_the_manifest_does_not_name_is_refused(tmp_path: Path) -> None:
+def test_a_version_of_round_0_that_the_manifest_does_not_name_is_refused(tmp_path):
     refused = RefusedVersions()
     refused.initial = {"slot-1": digest(torch.ones(4))}
     true, false = (Version.of("slot-1", 0, torch.full((4,), x).numpy().tobytes()) for x in (1.0, 2.0))
@@ -196,7 +196,7 @@ def test_a_version_of_round_0_that_the_manifest_does_not_name_is_refused(tmp_pat
     assert [refused.refuses(version) for version in (true, false, later)] == [False, True, False]
 
 
-def test_a_model_without_all_slots_is_not_evaluated(tmp_path: Path) -> None:
+def test_a_model_without_all_slots_is_not_evaluated(tmp_path):
     run = started(saved(tmp_path / "stock", "mixtral"))
     few: dict[str, Any] = dict.fromkeys((SHARED, VectorName.of_slot(0)), SimpleNamespace(round=0))
     with pytest.raises(Exception, match="3 slots have no version yet, not even of round 0"):
@@ -230,7 +230,7 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path: Path) -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "sets router_jitter_noise=0.1"),
     ],
 )
-def test_what_a_run_cannot_express_is_refused_by_name(tmp_path: Path, family: str, fields, message: str) -> None:
+def test_what_a_run_cannot_express_is_refused_by_name(tmp_path, family, fields, message):
     source = saved(tmp_path / "stock", family)
     edit(source, **fields)
     with pytest.raises((ConfigError, DataError), match=message):
@@ -250,7 +250,7 @@ def test_what_a_run_cannot_express_is_refused_by_name(tmp_path: Path, family: st
         ("gemma", {"use_bidirectional_attention": False, "hidden_activation": "gelu", "attention_dropout": 0}),
     ],
 )
-def test_what_no_code_of_the_model_reads_does_not_count(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+def test_what_no_code_of_the_model_reads_does_not_count(tmp_path, family, fields):
     source = saved(tmp_path / "stock", family)
     edit(source, **fields)
     run = started(source)
@@ -260,7 +260,7 @@ def test_what_no_code_of_the_model_reads_does_not_count(tmp_path: Path, family: 
     torch.testing.assert_close(again(tokens(2, SEQUENCE)).logits, before(tokens(2, SEQUENCE)).logits, rtol=0, atol=1e-5)
 
 
-def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_written(tmp_path):
     source = saved(tmp_path / "stock", "olmoe")
     with pytest.raises(DataError, match=r"no checkpoint \(no config.json\); give --from"):
         model_of(tmp_path / "nothing")
@@ -303,7 +303,7 @@ def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_written(
         ("gemma", {"slots": [], "clip_qkv": 1.0}, "clip_qkv=1.0 is no setting of gemma"),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_refused(family: str, start: dict[str, Any], message: str) -> None:
+def test_a_manifest_that_contradicts_itself_is_refused(family, start, message):
     """Without these checks transformers would end a joiner with an error of its own."""
     experts = {"num_experts": EXPERTS if family in MIXTURES else 0, "top_k": 2 if family in MIXTURES else 0}
     whole = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": ["1" * 64] * EXPERTS}
@@ -320,6 +320,6 @@ def test_a_manifest_that_contradicts_itself_is_refused(family: str, start: dict[
         ({"family": "mixtral", "top_k": 0}, "model.top_k=0 does not go with model.family=mixtral; set it to 1 or"),
     ],
 )
-def test_a_dense_family_has_no_experts_and_a_mixture_has_some(shape: dict[str, Any], message: str) -> None:
+def test_a_dense_family_has_no_experts_and_a_mixture_has_some(shape, message):
     with pytest.raises(ValidationError, match=re.escape(message)):
         ModelConfig.model_validate(shape)

@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,16 +34,16 @@ from tests.unit.monitor.swarms import peer_id, small_history
 
 
 @pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+def identity(tmp_path_factory):
     return Identity(tmp_path_factory.mktemp("identity") / "key")
 
 
 @pytest.fixture
-def peer(tmp_path: Path, identity: Identity) -> PeerFolder:
+def peer(tmp_path, identity):
     return PeerFolder(tmp_path / "peer", identity)
 
 
-def test_every_round_that_a_folder_keeps_is_exported_as_it_was(tmp_path, identity) -> None:
+def test_every_round_that_a_folder_keeps_is_exported_as_it_was(tmp_path, identity):
     peer = PeerFolder(tmp_path / "peer", identity, kept=KeptRounds(keep_last=1, keep_every=3))
     models = {round: peer.save(round) for round in range(8)}
     before = files_of(peer.folder)
@@ -60,7 +59,7 @@ def test_every_round_that_a_folder_keeps_is_exported_as_it_was(tmp_path, identit
     assert words.decode(words("7 plus 7")["input_ids"]) == "7 plus 7"
 
 
-def test_logits_of_the_exported_model_are_those_of_ours(tmp_path, peer, seed) -> None:
+def test_logits_of_the_exported_model_are_those_of_ours(tmp_path, peer, seed):
     model = peer.save(1)
     export(peer.folder, tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
@@ -77,7 +76,7 @@ def test_logits_of_the_exported_model_are_those_of_ours(tmp_path, peer, seed) ->
         assert (loaded(tokens).logits - expected).abs().max() <= 5e-6 * expected.abs().max()
 
 
-def test_slots_of_other_rounds_are_taken_as_the_peer_had_them_and_named(tmp_path, peer) -> None:
+def test_slots_of_other_rounds_are_taken_as_the_peer_had_them_and_named(tmp_path, peer):
     models = {1: peer.save(1), 2: peer.save(2, [0, 1]), 3: peer.save(3, [0, 1, 2])}
     exported = export(peer.folder, tmp_path / "new")
     assert exported.other_rounds == {3: 1}
@@ -88,7 +87,7 @@ def test_slots_of_other_rounds_are_taken_as_the_peer_had_them_and_named(tmp_path
     assert_same(tmp_path / "old", models[2], {2: models[1], 3: models[1]})
 
 
-def test_slots_that_are_there_in_their_kept_form_alone_are_exported_rounded_and_named(tmp_path, peer) -> None:
+def test_slots_that_are_there_in_their_kept_form_alone_are_exported_rounded_and_named(tmp_path, peer):
     exact = peer.publish(1)
     rounded = peer.round_off(2, 1)
     exported = export(peer.folder, tmp_path / "new")
@@ -104,7 +103,7 @@ def test_slots_that_are_there_in_their_kept_form_alone_are_exported_rounded_and_
 
 def test_a_slot_that_a_monitor_has_of_a_later_round_is_the_one_of_its_own_model_unless_the_rounds_is_there(
     tmp_path, peer
-) -> None:
+):
     """A monitor takes slots of the next round, where their holders are faster than it."""
     models = {round: peer.publish(round) for round in (1, 2)}
     models[3] = peer.publish(3, [3], shared=False)
@@ -115,7 +114,7 @@ def test_a_slot_that_a_monitor_has_of_a_later_round_is_the_one_of_its_own_model_
     assert_same(tmp_path / "later", models[2], {3: models[4]})
 
 
-def test_what_a_folder_lacks_is_named_with_the_remedy(tmp_path, peer, capsys) -> None:
+def test_what_a_folder_lacks_is_named_with_the_remedy(tmp_path, peer, capsys):
     config = ExportConfig(source=str(peer.folder), output=tmp_path / "model")
     with pytest.raises(DataError, match="holds no model yet"):
         main(config)
@@ -134,7 +133,7 @@ def test_what_a_folder_lacks_is_named_with_the_remedy(tmp_path, peer, capsys) ->
     assert f"wrote {tmp_path / 'model'}: round 2 of run 'run'" in capsys.readouterr().out
 
 
-def test_a_damaged_file_is_never_exported_and_leaves_nothing_half_written(tmp_path, peer) -> None:
+def test_a_damaged_file_is_never_exported_and_leaves_nothing_half_written(tmp_path, peer):
     model, newer = peer.save(1), peer.save(2)
     newest = peer.store.newest()
     saved = peer.folder / "checkpoint" / "round-2-step-20" / peer.store.path(newest["slot-3"]).name
@@ -153,7 +152,7 @@ def test_a_damaged_file_is_never_exported_and_leaves_nothing_half_written(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "peer", "whole"]
 
 
-def test_a_damaged_checkpoint_leaves_the_versions_and_without_these_the_checkpoints_are_left(tmp_path, peer) -> None:
+def test_a_damaged_checkpoint_leaves_the_versions_and_without_these_the_checkpoints_are_left(tmp_path, peer):
     models = {round: peer.save(round) for round in (1, 2)}
     (peer.folder / "checkpoint" / "round-2-step-20" / "state.json").write_text("{}")
     export(peer.folder, tmp_path / "by-versions")
@@ -163,7 +162,7 @@ def test_a_damaged_checkpoint_leaves_the_versions_and_without_these_the_checkpoi
     assert_same(tmp_path / "by-checkpoint", models[1])
 
 
-def test_a_peer_that_goes_on_meanwhile_disturbs_nothing(tmp_path, peer, monkeypatch) -> None:
+def test_a_peer_that_goes_on_meanwhile_disturbs_nothing(tmp_path, peer, monkeypatch):
     """It deletes the round's files, once before they are opened and once after."""
     models = {round: peer.save(round) for round in (1, 2)}
     read, laid_out = model_folder._open_all, model_folder.outline
@@ -189,9 +188,7 @@ def test_a_peer_that_goes_on_meanwhile_disturbs_nothing(tmp_path, peer, monkeypa
     assert_same(tmp_path / "model", models[5])
 
 
-def test_an_output_that_holds_something_is_replaced_only_if_asked_and_only_if_it_is_a_checkpoint(
-    tmp_path, peer
-) -> None:
+def test_an_output_that_holds_something_is_replaced_only_if_asked_and_only_if_it_is_a_checkpoint(tmp_path, peer):
     models = {round: peer.save(round) for round in (1, 2)}
     output = tmp_path / "model"
     export(peer.folder, output, 1)
@@ -212,7 +209,7 @@ def test_an_output_that_holds_something_is_replaced_only_if_asked_and_only_if_it
         export(peer.folder, tmp_path / "file" / "below", overwrite=True)
 
 
-def test_a_version_whose_file_is_gone_is_no_version_and_the_next_best_is_taken(tmp_path, peer) -> None:
+def test_a_version_whose_file_is_gone_is_no_version_and_the_next_best_is_taken(tmp_path, peer):
     """As in a folder that was copied while its peer ran."""
     peer.save(1)
     models = {2: peer.save(2)}
@@ -237,7 +234,7 @@ def free_descriptors() -> list[int]:
     ],
     ids=["full-disk", "too-many-files"],
 )
-def test_what_the_system_refuses_is_one_line_and_leaves_nothing(tmp_path, peer, limit, value, error, said) -> None:
+def test_what_the_system_refuses_is_one_line_and_leaves_nothing(tmp_path, peer, limit, value, error, said):
     peer.save(1)
     before = resource.getrlimit(limit)
     resource.setrlimit(limit, (value(), before[1]))
@@ -264,7 +261,7 @@ def test_what_the_system_refuses_is_one_line_and_leaves_nothing(tmp_path, peer, 
         {},
     ],
 )
-def test_flags_that_contradict_each_other_are_refused_before_anything_happens(changes) -> None:
+def test_flags_that_contradict_each_other_are_refused_before_anything_happens(changes):
     with pytest.raises(ConfigError, match=r"name what to export|--output|--round 3|copy the whole word"):
         main(ExportConfig(**changes))
 
@@ -278,7 +275,7 @@ def write_certificates(peer: PeerFolder, tokens: tuple[int, ...]) -> None:
     (peer.folder / FOLDER / CERTIFICATES).write_bytes(line + line[:100])
 
 
-def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp_path, identity) -> None:
+def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp_path, identity):
     data = DataConfig(source="hub", name="owner/name", tokenizer="x` <img> [won](http://x) `", sequence_length=SEQUENCE)
     peer = PeerFolder(tmp_path / "peer", identity, data)
     for round in range(1, 4):
@@ -337,7 +334,7 @@ print(1024 * (kilobytes("VmHWM") - before))
 
 
 @pytest.mark.full  # fifteen seconds for a large folder; a test above compares what is written slot by slot
-def test_memory_holds_a_few_slots_and_never_the_model(tmp_path, identity, record_property: Callable) -> None:
+def test_memory_holds_a_few_slots_and_never_the_model(tmp_path, identity, record_property):
     """Measured in a process of its own, as the peak beyond what it had before."""
     slots = 64
     large = PeerFolder(
@@ -359,7 +356,7 @@ def test_memory_holds_a_few_slots_and_never_the_model(tmp_path, identity, record
     assert 0 < taken < 0.3 * whole
 
 
-def test_a_manifest_of_a_newer_version_is_one_line(tmp_path, peer) -> None:
+def test_a_manifest_of_a_newer_version_is_one_line(tmp_path, peer):
     peer.save(1)
     data = json.dumps({"run_id": "run", "something": "new"}).encode()
     peer.add(1, {"manifest": data})

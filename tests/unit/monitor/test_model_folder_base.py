@@ -76,9 +76,7 @@ def founded(tmp_path: Path, source: Path, **settings: Any) -> PeerFolder:
         ),
     ],
 )
-def test_an_export_has_what_the_base_had_where_the_base_is_not(
-    tmp_path: Path, family: str, settings: dict[str, Any], generation: dict[str, Any], special: dict[str, Any]
-) -> None:
+def test_an_export_has_what_the_base_had_where_the_base_is_not(tmp_path, family, settings, generation, special):
     source = base(tmp_path / "base", family, settings, generation, special)
     before, begun = AutoTokenizer.from_pretrained(source), GenerationConfig.from_pretrained(source)
     peer = founded(tmp_path, source, outer=OuterConfig(optimizer="nesterov"))
@@ -99,7 +97,7 @@ def test_an_export_has_what_the_base_had_where_the_base_is_not(
     assert model.generation_config.eos_token_id == generation["eos_token_id"]
 
 
-def test_an_adapter_over_a_local_base_is_loaded_with_its_base(tmp_path: Path) -> None:
+def test_an_adapter_over_a_local_base_is_loaded_with_its_base(tmp_path):
     from peft import AutoPeftModelForCausalLM
 
     source = base(tmp_path / "base", "llama", {}, SAMPLING)
@@ -129,7 +127,7 @@ def test_an_adapter_over_a_local_base_is_loaded_with_its_base(tmp_path: Path) ->
         {"tokenizer": {"auto_map": "x"}},
     ],
 )
-def test_a_manifest_says_nothing_else_of_a_checkpoint(told: dict[str, Any]) -> None:
+def test_a_manifest_says_nothing_else_of_a_checkpoint(told):
     whole = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": []}
     with pytest.raises(ValidationError):
         StartConfig.model_validate(whole | told)

@@ -35,24 +35,24 @@ def used(output: Path) -> Path:
     return output
 
 
-def test_flags_become_settings() -> None:
+def test_flags_become_settings():
     config = load_settings(MonitorConfig, [*REQUIRED, "--evaluate-every", "3", "--console", "plain", "--wandb"])
     assert config.initial_peers == [ADDRESS] and config.evaluate_every == 3 and config.wandb
 
 
 @pytest.mark.parametrize("missing", ["--run-id", "--initial-peers"])
-def test_a_missing_flag_is_named(missing: str) -> None:
+def test_a_missing_flag_is_named(missing):
     at = REQUIRED.index(missing)
     with pytest.raises(ConfigError, match=missing):
         load_settings(MonitorConfig, REQUIRED[:at] + REQUIRED[at + 2 :])
 
 
-def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
+def test_resume_and_overwrite_exclude_each_other(tmp_path):
     with pytest.raises(ValidationError, match="exclude each other"):
         settings(tmp_path, resume=True, overwrite=True)
 
 
-def test_a_link_names_run_and_peers(tmp_path: Path) -> None:
+def test_a_link_names_run_and_peers(tmp_path):
     founder = hashed_peer_id(b"founder")
     address = f"/ip4/203.0.113.7/tcp/4001/p2p/{founder}"
     link = JoinLink(run_id="my-run", founder=founder, addresses=(address,)).encode()
@@ -67,18 +67,18 @@ def test_a_link_names_run_and_peers(tmp_path: Path) -> None:
             load_settings(MonitorConfig, words)
 
 
-def test_no_address_is_refused(tmp_path: Path) -> None:
+def test_no_address_is_refused(tmp_path):
     with pytest.raises(ValidationError, match="at least 1"):
         MonitorConfig(run_id="run", initial_peers=[], output=tmp_path)
 
 
-def test_a_launchers_files_do_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_a_launchers_files_do_not_stand_in_the_way(tmp_path):
     (tmp_path / "run.yaml").write_text("x")
     with own_output(settings(tmp_path)) as output:
         assert output == tmp_path
 
 
-def test_an_earlier_watch_is_neither_overwritten_nor_continued_unasked(tmp_path: Path) -> None:
+def test_an_earlier_watch_is_neither_overwritten_nor_continued_unasked(tmp_path):
     with pytest.raises(ConfigError, match=r"metrics\.jsonl.*--resume"), own_output(settings(used(tmp_path))):
         pass
     with own_output(settings(tmp_path, resume=True)):
@@ -86,13 +86,13 @@ def test_an_earlier_watch_is_neither_overwritten_nor_continued_unasked(tmp_path:
     assert (tmp_path / "model" / "file").exists()
 
 
-def test_overwrite_deletes_the_watch_and_nothing_else(tmp_path: Path) -> None:
+def test_overwrite_deletes_the_watch_and_nothing_else(tmp_path):
     with own_output(settings(used(tmp_path), overwrite=True)):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["monitor.lock", "peer-0", "run.yaml"]
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
-def test_a_second_monitor_touches_nothing_of_one_that_runs(tmp_path: Path, flags: dict[str, bool]) -> None:
+def test_a_second_monitor_touches_nothing_of_one_that_runs(tmp_path, flags):
     def start() -> str:
         try:
             with own_output(settings(tmp_path, **flags)):
@@ -106,7 +106,7 @@ def test_a_second_monitor_touches_nothing_of_one_that_runs(tmp_path: Path, flags
         assert (tmp_path / "model" / "file").exists()
 
 
-def test_an_output_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("x")
     unwritable = settings(tmp_path / "file" / "below")
     with pytest.raises(ConfigError, match="choose a writable --output"), own_output(unwritable):
@@ -114,9 +114,7 @@ def test_an_output_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", list(Ending))
-def test_a_watch_that_did_not_see_the_end_leaves_the_newest_model_unless_it_has_no_time(
-    tmp_path: Path, ending: Ending, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_watch_that_did_not_see_the_end_leaves_the_newest_model_unless_it_has_no_time(tmp_path, ending, caplog):
     caplog.set_level("INFO")
     folder = PeerFolder(tmp_path / "out", Identity(tmp_path / "key"))
     monitor._conclude(ending, tmp_path / "out")
@@ -130,7 +128,7 @@ def test_a_watch_that_did_not_see_the_end_leaves_the_newest_model_unless_it_has_
         assert_same(tmp_path / "out" / "model", model)
 
 
-def test_a_model_that_lacks_a_slot_is_asked_for_again_and_not_saved_with_one_made_up(tmp_path: Path) -> None:
+def test_a_model_that_lacks_a_slot_is_asked_for_again_and_not_saved_with_one_made_up(tmp_path):
     folder = PeerFolder(tmp_path / "out", Identity(tmp_path / "key"))
     folder.publish(3, [0, 1, 3])
     with pytest.raises(ExchangeError, match="no version of slots 2 at all"):

@@ -38,7 +38,7 @@ FACTS = {"run_id": "run", "num_slots": NUM_SLOTS, "total_rounds": TOTAL_ROUNDS}
 
 
 @pytest.fixture
-def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_account(tmp_path, monkeypatch):
     """A home in which W&B finds no account; return a directory for its runs."""
     pytest.importorskip("wandb")
     home, runs = tmp_path / "home", tmp_path / "runs"
@@ -110,7 +110,7 @@ def wandb_values_now(data: bytes, key: str) -> list[float]:
     return values
 
 
-def test_all_four_agree_on_the_last_rounds_loss(tmp_path: Path, no_account: Path) -> None:
+def test_all_four_agree_on_the_last_rounds_loss(tmp_path, no_account):
     pytest.importorskip("tensorboardX")
     texts = Prometheus()
 
@@ -151,7 +151,7 @@ def test_all_four_agree_on_the_last_rounds_loss(tmp_path: Path, no_account: Path
     assert lines['spes_slot_holders{slot="1"}'] == "2.0" and lines['spes_round_seconds{phase="train"}'] == "8.0"
 
 
-def test_a_restarted_monitor_goes_on_in_the_same_run_of_wandb(tmp_path: Path, no_account: Path) -> None:
+def test_a_restarted_monitor_goes_on_in_the_same_run_of_wandb(tmp_path, no_account):
     views = odd_history()
     for start, shown in ((views[0], views[:3]), (views[2], views)):
         sinks = Sinks(start)
@@ -167,7 +167,7 @@ def test_a_restarted_monitor_goes_on_in_the_same_run_of_wandb(tmp_path: Path, no
         assert key.encode() in logs
 
 
-def test_no_word_of_the_command_line_reaches_wandb(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_word_of_the_command_line_reaches_wandb(no_account, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["spes", "monitor", "spes:run.eNqSECRET", "--output", "SECRET"])
     sink = wandb_sink(no_account)
     sink.take({"kind": "evaluation", "round": 1, "loss": 2.0, "total_tokens": 3}, empty_view())
@@ -179,9 +179,7 @@ def test_no_word_of_the_command_line_reaches_wandb(no_account: Path, monkeypatch
 
 
 @pytest.mark.parametrize("first_flags", [["--resume"], ["--resume", "--tensorboard"]], ids=["without", "with"])
-def test_a_monitor_that_resumes_with_tensorboard_shows_the_rounds_before_each_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_flags: list[str]
-) -> None:
+def test_a_monitor_that_resumes_with_tensorboard_shows_the_rounds_before_each_once(tmp_path, monkeypatch, first_flags):
     pytest.importorskip("tensorboardX")
     views = odd_history(4)
     swarm = SimpleNamespace(now=lambda: 1.0)
@@ -213,9 +211,7 @@ def test_a_monitor_that_resumes_with_tensorboard_shows_the_rounds_before_each_on
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboardX"])
-def test_a_missing_package_is_a_line_with_the_remedy_before_anything_is_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_missing_package_is_a_line_with_the_remedy_before_anything_is_joined(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     flags = {"wandb": package == "wandb", "tensorboard": package == "tensorboardX"}
     settings = MonitorConfig(run_id="run", initial_peers=["/ip4/127.0.0.1/tcp/1"], output=tmp_path / "out", **flags)
@@ -234,7 +230,7 @@ class Lost:
         raise RuntimeError("mailbox closed")
 
 
-def test_whatever_wandb_raises_is_a_failed_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_wandb_raises_is_a_failed_sink(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     sink = wandb_sink(tmp_path)
@@ -245,7 +241,7 @@ def test_whatever_wandb_raises_is_a_failed_sink(tmp_path: Path, monkeypatch: pyt
         sink.close()
 
 
-def test_a_full_disk_is_a_failed_tensorboard_and_no_endless_wait(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_failed_tensorboard_and_no_endless_wait(tmp_path):
     pytest.importorskip("tensorboardX")
     sink = TensorboardSink(tmp_path)
     sink.close()
@@ -255,7 +251,7 @@ def test_a_full_disk_is_a_failed_tensorboard_and_no_endless_wait(tmp_path: Path)
             sink.take({"kind": "evaluation", "time": 1.0, "round": 1, "loss": 2.0, "total_tokens": 3}, empty_view())
 
 
-def test_prometheus_text_before_the_first_round_has_no_loss_and_each_family_its_type() -> None:
+def test_prometheus_text_before_the_first_round_has_no_loss_and_each_family_its_type():
     text = Prometheus().render(small_history(0)[-1], (5, 6)).decode()
     assert "spes_loss " not in text and "spes_sent_bytes_total 5.0\n" in text
     names = [line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")]

@@ -38,17 +38,17 @@ def key(index: int) -> str:
 
 
 @pytest.mark.parametrize("path", VENDORED, ids=lambda path: path.name)
-def test_vendored_files_are_those_that_their_authors_published(path: Path) -> None:
+def test_vendored_files_are_those_that_their_authors_published(path):
     assert hashlib.sha256(path.read_bytes()).hexdigest() == VENDORED[path]
 
 
-def test_a_long_run_keeps_at_most_300_points_and_the_newest() -> None:
+def test_a_long_run_keeps_at_most_300_points_and_the_newest():
     for count in (1, 299, 300, 301, 12345):
         kept = thinned(list(range(1, count + 1)), 300)
         assert len(kept) <= 301 and kept[-1] == count and kept == sorted(set(kept))
 
 
-def test_rounds_are_summarised_once_though_views_are_folded_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_summarised_once_though_views_are_folded_for_days(monkeypatch):
     view = small_history(3)[-1]
     chain = [body(number, dict.fromkeys(range(3), 1000)) for number in (1, 2, 3)]
     view = fold(view, snapshot(98.0, [claim(0), claim(1)], [], None, *chain))
@@ -59,7 +59,7 @@ def test_rounds_are_summarised_once_though_views_are_folded_for_days(monkeypatch
     assert late.rounds[1] is before[1] and late.rounds[2].dropped == 5
 
 
-def test_the_state_says_what_holds_the_swarm() -> None:
+def test_the_state_says_what_holds_the_swarm():
     def told(*snapshots: Snapshot, total: int = 20) -> tuple[str, str]:
         view = replace(empty_view(), total_rounds=total)
         for taken in snapshots:
@@ -79,7 +79,7 @@ def test_the_state_says_what_holds_the_swarm() -> None:
     assert sections(silent, Own(peer_id(0), stage="alone", why="far"))["now"]["why"] == "far"
 
 
-def test_a_peers_page_has_its_contribution_and_starts_with_itself() -> None:
+def test_a_peers_page_has_its_contribution_and_starts_with_itself():
     view = small_history(3)[-1]
     rounds = {number: OwnRound(1000, 4.0, 0, 5) for number in (1, 2, 3)}
     own = Own(peer_id(1), uptime_seconds=61.0, memory_bytes=123456, sent_bytes=7, received_bytes=8, rounds=rounds)
@@ -95,7 +95,7 @@ def test_a_peers_page_has_its_contribution_and_starts_with_itself() -> None:
     assert "my_tokens" not in sections(view)["figures"]
 
 
-def test_a_page_that_came_late_says_from_which_round_it_counts_and_a_large_one_that_it_shows_a_part() -> None:
+def test_a_page_that_came_late_says_from_which_round_it_counts_and_a_large_one_that_it_shows_a_part():
     view = fold(empty_view(), snapshot(1.0, [claim(0), claim(1)], [report(0, 9), report(1, 9)], {0: 9, 1: 9}))
     assert sections(view)["figures"]["since"] == 9 and sections(small_history()[-1])["figures"]["since"] == 1
     crowd = fold(empty_view(), snapshot(1.0, [claim(index, [0]) for index in range(page.MAX_PEERS + 2)]))
@@ -103,13 +103,13 @@ def test_a_page_that_came_late_says_from_which_round_it_counts_and_a_large_one_t
     assert shown["figures"]["known"] == shown["coverage"][0] == len(shown["peers"]) + 2 == page.MAX_PEERS + 2
 
 
-def test_cells_tell_trained_slots_from_new_claims() -> None:
+def test_cells_tell_trained_slots_from_new_claims():
     view = fold(empty_view(), snapshot(1.0, [claim(0, [0, 1, 2, 5])], [report(0, 1, slots=(0, 1))]))
     assert sections(view)["matrix"] == {key(0): "0-1|2,5"}
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_the_newest_point_and_figures_are_of_a_round_that_all_members_have_reported(number: int) -> None:
+def test_the_newest_point_and_figures_are_of_a_round_that_all_members_have_reported(number):
     claims, before = [claim(index, [index]) for index in range(3)], small_history(number - 1)[-1]
     few = [report(index, number, loss=1.0 + index, tokens_per_second=7.0) for index in range(2)]
     of_round = body(number, dict.fromkeys(range(3), 1000))
@@ -127,7 +127,7 @@ def test_the_newest_point_and_figures_are_of_a_round_that_all_members_have_repor
 
 
 @pytest.mark.parametrize("committed", [0, 2, 49, 50])
-def test_a_waiting_peer_shows_the_committed_round_and_no_slot_as_its_own_that_none_holds(committed: int) -> None:
+def test_a_waiting_peer_shows_the_committed_round_and_no_slot_as_its_own_that_none_holds(committed):
     view = replace(empty_view(), total_rounds=50)
     view = fold(view, snapshot(1.0, [claim(0, [0, 1, 5], state="joining")]))
     shown = sections(view, Own(peer_id(0), stage="joining", committed=committed))
@@ -140,7 +140,7 @@ def test_a_waiting_peer_shows_the_committed_round_and_no_slot_as_its_own_that_no
     assert shown["matrix"] == {key(0): "|0-1,5"}
 
 
-def test_events_are_told_in_words() -> None:
+def test_events_are_told_in_words():
     log, view, words = EventLog(empty_view()), empty_view(), []
     for taken in (
         snapshot(1.0, [claim(0, [0]), claim(1, [1])]),
@@ -156,7 +156,7 @@ def test_events_are_told_in_words() -> None:
     assert words[-1] == "held-out loss after round 1: -"
 
 
-def test_a_loss_that_is_no_number_is_a_gap_and_no_broken_page() -> None:
+def test_a_loss_that_is_no_number_is_a_gap_and_no_broken_page():
     view = small_history(2)[-1].evaluated(1, math.nan)
     chain = [body(number, {0: 0, 1: 0}) for number in (1, 2)]
     shown = sections(fold(view, snapshot(99.0, [claim(0), claim(1)], [], None, *chain)))

@@ -74,7 +74,7 @@ async def axe_violations(tab: Tab) -> list[str]:
     return [f"{rule['id']}: {node['html'][:150]}" for rule in found for node in rule["nodes"]]
 
 
-def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_path: Path) -> None:
+def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_path):
     seen = history()
     own = Own(peer_id(1), HOSTILE, HOSTILE, reachability=HOSTILE, sent_bytes=10, ways={peer_id(0): "through others"})
     own = replace(own, votes={peer_id(0): "eBthumXyeBthumXy", peer_id(1): ""})
@@ -110,7 +110,7 @@ def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_
     page.close()
 
 
-def test_the_link_and_its_qr_code_are_those_of_the_run(tmp_path: Path) -> None:
+def test_the_link_and_its_qr_code_are_those_of_the_run(tmp_path):
     link, flags = f"spes:run.{'eNqVzMEOgiAY' * 20}", " --data web=PATH code=PATH --invite ..."
     page = Page("127.0.0.1", PageState(history()[-1], RUN, link=link + flags), tmp_path)
     matrix = segno.make(link, error="l", micro=False, boost_error=False).matrix
@@ -140,7 +140,7 @@ def test_the_link_and_its_qr_code_are_those_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_axe_finds_nothing(tmp_path: Path, size: str, is_dark: bool) -> None:
+def test_axe_finds_nothing(tmp_path, size, is_dark):
     seen = history(num_peers=24, num_slots=64)
     pages = []
     for name, own in (("monitor", None), ("peer", Own(peer_id(1), reachability="yes; 3 near"))):
@@ -165,7 +165,7 @@ def test_axe_finds_nothing(tmp_path: Path, size: str, is_dark: bool) -> None:
 
 
 @pytest.mark.full
-def test_every_figure_explains_itself_by_keyboard_and_by_tap(tmp_path: Path) -> None:
+def test_every_figure_explains_itself_by_keyboard_and_by_tap(tmp_path):
     page = shown(tmp_path, history(), Own(peer_id(1)))
     balloon = "document.getElementById('balloon')"
 
@@ -194,7 +194,7 @@ def test_every_figure_explains_itself_by_keyboard_and_by_tap(tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_slots_cells_and_curves_are_read_with_the_arrow_keys(tmp_path: Path) -> None:
+def test_slots_cells_and_curves_are_read_with_the_arrow_keys(tmp_path):
     page = shown(tmp_path, history(), Own(peer_id(1)))
 
     async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
@@ -226,7 +226,7 @@ def test_slots_cells_and_curves_are_read_with_the_arrow_keys(tmp_path: Path) -> 
     page.close()
 
 
-def test_the_labels_of_an_axis_tell_neighbours_apart(tmp_path: Path) -> None:
+def test_the_labels_of_an_axis_tell_neighbours_apart(tmp_path):
     page = shown(tmp_path, history())
     cases = {
         (3.1, 3.15, 3.2): ["3.10", "3.15", "3.20"],
@@ -248,7 +248,7 @@ def test_the_labels_of_an_axis_tell_neighbours_apart(tmp_path: Path) -> None:
     page.close()
 
 
-def test_a_page_whose_process_shows_nothing_new_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_whose_process_shows_nothing_new_says_so(tmp_path, monkeypatch):
     page = shown(tmp_path, history())
 
     async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
@@ -265,7 +265,7 @@ def test_a_page_whose_process_shows_nothing_new_says_so(tmp_path: Path, monkeypa
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_over", [False, True])
-def test_a_page_whose_process_has_gone_says_so_and_comes_back(tmp_path: Path, is_over: bool) -> None:
+def test_a_page_whose_process_has_gone_says_so_and_comes_back(tmp_path, is_over):
     seen = history()
     seen = [*seen, replace(seen[-1], total_rounds=seen[-1].published)] if is_over else seen
     page = shown(tmp_path, seen)
@@ -290,7 +290,7 @@ def test_a_page_whose_process_has_gone_says_so_and_comes_back(tmp_path: Path, is
 
 
 @pytest.mark.full
-def test_a_row_of_the_matrix_is_painted_again_only_where_it_changed(tmp_path: Path) -> None:
+def test_a_row_of_the_matrix_is_painted_again_only_where_it_changed(tmp_path):
     *seen, last = history(num_peers=64, num_slots=128, num_rounds=6)
     page = shown(tmp_path, seen)
 
@@ -317,7 +317,7 @@ def test_a_row_of_the_matrix_is_painted_again_only_where_it_changed(tmp_path: Pa
 
 
 @pytest.mark.full
-def test_the_report_shows_everything_from_a_file_without_a_server(tmp_path: Path) -> None:
+def test_the_report_shows_everything_from_a_file_without_a_server(tmp_path):
     sinks = Sinks(empty_view())
     facts = RUN | {"run_id": f"run {HOSTILE}", "num_slots": 16, "total_rounds": 60}
     sinks.add("metrics", lambda: JsonlSink(tmp_path / "metrics.jsonl", facts, 0.0))
@@ -343,7 +343,7 @@ def test_the_report_shows_everything_from_a_file_without_a_server(tmp_path: Path
     in_browser(tmp_path, work)
 
 
-def test_the_owner_pauses_resumes_and_limits_by_buttons_that_need_the_links_token(tmp_path: Path) -> None:
+def test_the_owner_pauses_resumes_and_limits_by_buttons_that_need_the_links_token(tmp_path):
     controls = Controls(tmp_path)
     verbs = Verbs(controls.act, tmp_path)
     state = PageState(history()[-1], RUN, Own(peer_id(1)), control=controls.view())

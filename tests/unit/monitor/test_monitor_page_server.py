@@ -10,10 +10,8 @@ import multiprocessing
 import re
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -34,7 +32,7 @@ def state(view: SwarmView | None = None, own: Own | None = None) -> PageState:
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
+def page(tmp_path):
     shown = Page("127.0.0.1", state(), tmp_path)
     yield shown
     shown.close()
@@ -103,7 +101,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_no_page_of_ours_asks_is_refused(page: Page, case: str) -> None:
+def test_what_no_page_of_ours_asks_is_refused(page, case):
     text, status = CASES[case]
     answer, headers, body = ask(page, text.replace("PORT", str(port_of(page))))
     assert answer == status, body
@@ -127,13 +125,13 @@ def test_what_no_page_of_ours_asks_is_refused(page: Page, case: str) -> None:
         (get("/", method="HEAD"), b""),
     ],
 )
-def test_what_the_page_asks_is_answered(page: Page, text: str, begins: bytes) -> None:
+def test_what_the_page_asks_is_answered(page, text, begins):
     status, headers, body = ask(page, text.replace("PORT", str(port_of(page))))
     assert status == 200 and body.startswith(begins)
     assert "unsafe" not in headers["Content-Security-Policy"] and headers["Server"] == "spes"
 
 
-def test_a_public_page_takes_addresses_and_its_own_name_but_no_foreign_name() -> None:
+def test_a_public_page_takes_addresses_and_its_own_name_but_no_foreign_name():
     place = Place("monitor.example.org", 8080)
     for host in ("203.0.113.7:8080", "127.0.0.1:9000", "[2001:db8::1]:8080", "monitor.example.org", "localhost:8080"):
         assert place.accepts(host), host
@@ -143,7 +141,7 @@ def test_a_public_page_takes_addresses_and_its_own_name_but_no_foreign_name() ->
     assert not Place.parse("0.0.0.0").is_loopback
 
 
-def test_the_page_has_no_address_of_a_peer_and_no_whole_id(page: Page) -> None:
+def test_the_page_has_no_address_of_a_peer_and_no_whole_id(page):
     _, _, body = ask(page, get("/state.json"))
     text = body.decode()
     assert not re.search(r"/ip[46]/|/tcp/|\d+\.\d+\.\d+\.\d+", text) and peer_id(0) not in text
@@ -153,12 +151,12 @@ def test_the_page_has_no_address_of_a_peer_and_no_whole_id(page: Page) -> None:
 @pytest.mark.parametrize(
     "where", ["nowhere:0x", "a b:1", "host:123456", "http://host/", "host:80:90", "127.0.0.1:80/x"]
 )
-def test_a_place_that_is_none_is_refused(where: str) -> None:
+def test_a_place_that_is_none_is_refused(where):
     with pytest.raises(ValidationError, match="page"):
         MonitorConfig(run_id="run", initial_peers=["x"], page=where)
 
 
-def test_a_port_that_is_taken_is_one_line_with_the_remedy(page: Page, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_one_line_with_the_remedy(page, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(ConfigError, match=r"Address already in use; choose another --page"):
@@ -169,7 +167,7 @@ def test_a_port_that_is_taken_is_one_line_with_the_remedy(page: Page, tmp_path: 
         Page("127.0.0.1:99999", state(), other)
 
 
-def test_a_restart_keeps_the_pages_address_if_its_port_is_free(tmp_path: Path) -> None:
+def test_a_restart_keeps_the_pages_address_if_its_port_is_free(tmp_path):
     first = Page("127.0.0.1", state(), tmp_path)
     assert (tmp_path / "page").read_text() == f"{first.address}\n"
     first.close()
@@ -182,7 +180,7 @@ def test_a_restart_keeps_the_pages_address_if_its_port_is_free(tmp_path: Path) -
     third.close()
 
 
-def test_a_fork_does_not_keep_the_port(page: Page) -> None:
+def test_a_fork_does_not_keep_the_port(page):
     context = multiprocessing.get_context("fork")
     started, ended = context.Event(), context.Event()
 
@@ -202,7 +200,7 @@ def test_a_fork_does_not_keep_the_port(page: Page) -> None:
         child.join(20)
 
 
-def test_who_has_the_newest_state_is_not_sent_it_again(page: Page) -> None:
+def test_who_has_the_newest_state_is_not_sent_it_again(page):
     view = small_history(3)[-1]
     status, headers, body = ask(page, get("/state.json", "Accept-Encoding: gzip"))
     same = f"If-None-Match: {headers['ETag']}"
@@ -220,7 +218,7 @@ def test_who_has_the_newest_state_is_not_sent_it_again(page: Page) -> None:
     assert status == 200 and list(json.loads(body)["rounds"]) == ["1", "2", "3", "4"]
 
 
-def test_an_answer_says_how_old_the_state_is(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_says_how_old_the_state_is(page, monkeypatch):
     """By it a browser tells a monitor that hangs from one in whose run nothing happens."""
     monkeypatch.setattr(page, "_shown_at", page._shown_at - 100.0)
     _, headers, _ = ask(page, get("/state.json"))
@@ -229,9 +227,7 @@ def test_an_answer_says_how_old_the_state_is(page: Page, monkeypatch: pytest.Mon
     assert 100 <= int(headers["Age"]) < 130
 
 
-def test_of_too_many_connections_that_which_has_been_quiet_longest_is_closed(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_connections_that_which_has_been_quiet_longest_is_closed(page, monkeypatch):
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     place = ("127.0.0.1", port_of(page))
     with ExitStack() as opened:
@@ -246,14 +242,14 @@ def test_of_too_many_connections_that_which_has_been_quiet_longest_is_closed(
             assert silent.recv(1) == b""
 
 
-def test_showing_a_state_costs_the_caller_nothing_while_nobody_looks(page: Page) -> None:
+def test_showing_a_state_costs_the_caller_nothing_while_nobody_looks(page):
     view, before = small_history(3)[-1], time.thread_time()
     for _ in range(1000):
         page.show(state(view))
     assert time.thread_time() - before < 0.5, "a reference, and no snapshot"
 
 
-def test_prometheus_reads_this_machines_traffic_on_a_peers_page(tmp_path: Path) -> None:
+def test_prometheus_reads_this_machines_traffic_on_a_peers_page(tmp_path):
     page = Page("127.0.0.1", state(own=Own(peer_id(0), sent_bytes=77, received_bytes=88)), tmp_path)
     _, headers, body = ask(page, get("/metrics"))
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -262,7 +258,7 @@ def test_prometheus_reads_this_machines_traffic_on_a_peers_page(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("where", "is_shown"), [("127.0.0.1", True), ("[::1]", True), ("0.0.0.0", False)])
-def test_the_link_stands_on_pages_that_no_other_machine_can_read(where: str, is_shown: bool, tmp_path: Path) -> None:
+def test_the_link_stands_on_pages_that_no_other_machine_can_read(where, is_shown, tmp_path):
     link = "spes:run.eNqVzMEOgiAY"
     page = Page(where, PageState(small_history(3)[-1], RUN, link=link), tmp_path)
     assert (link in page._state_document().body.decode()) == is_shown

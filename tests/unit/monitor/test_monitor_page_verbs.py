@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -43,7 +43,7 @@ class Peer:
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
+def peer(tmp_path):
     peer = Peer(tmp_path)
     yield peer
     peer.page.close()
@@ -113,7 +113,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_not_the_owners_is_refused_and_changes_nothing(peer: Peer, case: str) -> None:
+def test_what_is_not_the_owners_is_refused_and_changes_nothing(peer, case):
     text, status = CASES[case]
     answer, headers, body = ask(peer.page, peer.fill(text))
     assert answer == status, body
@@ -126,7 +126,7 @@ def test_what_is_not_the_owners_is_refused_and_changes_nothing(peer: Peer, case:
 @pytest.mark.parametrize(
     "headers", [(), ("Origin: http://HOST", "Sec-Fetch-Site: same-origin"), ("Sec-Fetch-Site: none",)]
 )
-def test_the_owner_pauses_resumes_and_limits(peer: Peer, headers: tuple[str, ...]) -> None:
+def test_the_owner_pauses_resumes_and_limits(peer, headers):
     def done(verb: str, body: str = "") -> Mapping[str, Any]:
         status, _, answer = ask(peer.page, peer.fill(post(f"/control/{verb}", *headers, body=body)))
         assert status == 200, answer
@@ -139,7 +139,7 @@ def test_the_owner_pauses_resumes_and_limits(peer: Peer, headers: tuple[str, ...
     assert done("finish")["state"] == "finishing"
 
 
-def test_a_body_that_does_not_come_ends_the_request(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_ends_the_request(peer, monkeypatch):
     monkeypatch.setattr(verbs, "BODY_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", port_of(peer.page)), timeout=60) as wire:
         text = peer.fill(post("/control/pause", "Content-Length: 9")).replace("HOST", f"127.0.0.1:{port_of(peer.page)}")
@@ -149,7 +149,7 @@ def test_a_body_that_does_not_come_ends_the_request(peer: Peer, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("where", ["127.0.0.2", "[::]", "0.0.0.0"])
-def test_ctl_reaches_a_page_on_any_address_of_this_machine(tmp_path: Path, where: str) -> None:
+def test_ctl_reaches_a_page_on_any_address_of_this_machine(tmp_path, where):
     peer = Peer(tmp_path, where)
     try:
         assert ctl.main(CtlConfig(verb="pause", output=tmp_path)) == 0
@@ -159,18 +159,14 @@ def test_ctl_reaches_a_page_on_any_address_of_this_machine(tmp_path: Path, where
 
 
 @pytest.mark.parametrize(("remote", "status"), [("192.0.2.7", 200), ("192.0.2.8", 403)])
-def test_a_verb_that_was_sent_to_its_own_address_is_of_this_machine(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch, remote: str, status: int
-) -> None:
+def test_a_verb_that_was_sent_to_its_own_address_is_of_this_machine(peer, monkeypatch, remote, status):
     monkeypatch.setattr(web.BaseRequest, "remote", property(lambda _: remote))
     monkeypatch.setattr(web.BaseRequest, "get_extra_info", lambda *_: ("192.0.2.7", 80))
     assert ask(peer.page, peer.fill(post("/control/pause")))[0] == status
 
 
 @pytest.mark.parametrize("remote", ["10.0.0.9", "2001:db8::1", None, "not an address"])
-def test_a_verb_from_another_machine_is_refused_even_with_the_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: str | None
-) -> None:
+def test_a_verb_from_another_machine_is_refused_even_with_the_token(tmp_path, monkeypatch, remote):
     peer = Peer(tmp_path, "0.0.0.0")  # a container's page: all addresses
     monkeypatch.setattr(web.BaseRequest, "remote", property(lambda _: remote))
     try:
@@ -180,7 +176,7 @@ def test_a_verb_from_another_machine_is_refused_even_with_the_token(
         peer.page.close()
 
 
-def test_a_monitors_page_has_no_verbs(tmp_path: Path) -> None:
+def test_a_monitors_page_has_no_verbs(tmp_path):
     page = Page("127.0.0.1", state(), tmp_path)
     for text in (post("/control/pause", token="x"), post("/control/pause", token="x", body=BODY)):
         status, _, _ = ask(page, text)
@@ -190,7 +186,7 @@ def test_a_monitors_page_has_no_verbs(tmp_path: Path) -> None:
     page.close()
 
 
-def test_the_tokens_file_is_the_owners_alone_and_new_at_each_start(tmp_path: Path) -> None:
+def test_the_tokens_file_is_the_owners_alone_and_new_at_each_start(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     (tmp_path / TOKEN_FILE).symlink_to(elsewhere)
     before = os.umask(0)
@@ -215,7 +211,7 @@ def control(peer: Peer, *given: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("where", ["127.0.0.1", "[::1]", "0.0.0.0"])
-def test_ctl_finds_the_peer_by_its_folder(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctl_finds_the_peer_by_its_folder(tmp_path, where, capsys):
     peer = Peer(tmp_path, where)
     try:
         assert control(peer, "pause", "2h", capsys=capsys).startswith("paused: until ")
@@ -233,9 +229,7 @@ def test_ctl_finds_the_peer_by_its_folder(tmp_path: Path, where: str, capsys: py
         peer.page.close()
 
 
-def test_ctl_finds_the_only_peer_in_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctl_finds_the_only_peer_in_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no peer with a page in runs/"):
         ctl.main(CtlConfig(verb="pause"))
@@ -256,7 +250,7 @@ def test_ctl_finds_the_only_peer_in_runs(
         peer.page.close()
 
 
-def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
+def test_ctl_says_in_one_line_what_is_wrong(peer, tmp_path):
     def refused(*given: str, output: Path = tmp_path) -> str:
         with pytest.raises(ConfigError) as error:
             ctl.main(CtlConfig(verb=given[0], values=list(given[1:]), output=output))  # type: ignore[arg-type]
@@ -290,7 +284,7 @@ def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
     page.close()
 
 
-def test_ctl_sends_the_token_to_this_machine_alone(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctl_sends_the_token_to_this_machine_alone(peer, monkeypatch):
     called: list[str] = []
     connect = socket.create_connection
 
@@ -308,9 +302,7 @@ def test_ctl_sends_the_token_to_this_machine_alone(peer: Peer, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["requests", "silence"])
-def test_a_flood_without_the_token_leaves_places_for_requests_with_it(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch, asks: bool
-) -> None:
+def test_a_flood_without_the_token_leaves_places_for_requests_with_it(peer, monkeypatch, asks):
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     place, flood = ("127.0.0.1", port_of(peer.page)), post("/control/pause", "Content-Length: 4000", token=None)
     owner = HTTPConnection(*place, timeout=20)

@@ -59,7 +59,7 @@ def watched(directory: Path, run_id: str = "run", num_rounds: int = 3) -> Path:
     return directory
 
 
-def test_the_report_holds_the_runs_figures_rounds_peers_and_baselines(tmp_path: Path) -> None:
+def test_the_report_holds_the_runs_figures_rounds_peers_and_baselines(tmp_path):
     baselines = {"solo peer": [(0, 6.0), (3000, 5.0)]}
     path = write_report(watched(tmp_path), facts={"run": "finished"}, baselines=baselines)
     data = Page(path).data
@@ -72,7 +72,7 @@ def test_the_report_holds_the_runs_figures_rounds_peers_and_baselines(tmp_path: 
 
 
 @pytest.mark.parametrize("num_rounds", [2, TOTAL_ROUNDS], ids=["stopped", "finished"])
-def test_a_report_calls_no_peer_silent_and_shows_a_last_round_that_lacks_a_report(tmp_path: Path, num_rounds) -> None:
+def test_a_report_calls_no_peer_silent_and_shows_a_last_round_that_lacks_a_report(tmp_path, num_rounds):
     sinks = Sinks(empty_view())
     sinks.add("metrics", lambda: JsonlSink(tmp_path / "metrics.jsonl", FACTS, 0.0))
     history = small_history(num_rounds)
@@ -88,7 +88,7 @@ def test_a_report_calls_no_peer_silent_and_shows_a_last_round_that_lacks_a_repor
     assert str(num_rounds) in data["rounds"]
 
 
-def test_hostile_strings_stay_inside_the_data(tmp_path: Path) -> None:
+def test_hostile_strings_stay_inside_the_data(tmp_path):
     curves = {HOSTILE: [(0, 6.0), (3000, 5.0)]}
     page = Page(write_report(watched(tmp_path, run_id=HOSTILE), facts={HOSTILE: HOSTILE}, baselines=curves))
     assert page.data["run"]["id"] == HOSTILE and page.data["run"]["facts"] == {HOSTILE: HOSTILE}
@@ -96,7 +96,7 @@ def test_hostile_strings_stay_inside_the_data(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
 
 
-def test_the_report_loads_nothing_and_its_policy_names_each_of_its_scripts_and_styles(tmp_path: Path) -> None:
+def test_the_report_loads_nothing_and_its_policy_names_each_of_its_scripts_and_styles(tmp_path):
     path = write_report(watched(tmp_path))
     page, html = Page(path), path.read_text()
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", html) and "@import" not in html and "url(" not in html
@@ -105,13 +105,13 @@ def test_the_report_loads_nothing_and_its_policy_names_each_of_its_scripts_and_s
         assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in page.policy
 
 
-def test_a_run_that_never_began_still_has_a_report(tmp_path: Path) -> None:
+def test_a_run_that_never_began_still_has_a_report(tmp_path):
     JsonlSink(tmp_path / "metrics.jsonl", FACTS, 0.0).close()
     data = Page(write_report(tmp_path)).data
     assert data["run"]["total"] == TOTAL_ROUNDS and data["rounds"] == {} and data["now"]["state"] == "waiting"
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         write_report(tmp_path)
     watched(tmp_path)
@@ -120,6 +120,6 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_numbers_that_json_lacks_are_no_part_of_a_report() -> None:
+def test_numbers_that_json_lacks_are_no_part_of_a_report():
     with pytest.raises(ValueError, match="JSON"):
         standalone({"figures": {"loss": float("nan")}})

@@ -58,7 +58,7 @@ def feed(sinks: Sinks, views: list[SwarmView]) -> SwarmView:
     return view
 
 
-def test_a_console_whose_reader_has_gone_does_not_end_the_watch() -> None:
+def test_a_console_whose_reader_has_gone_does_not_end_the_watch():
     program = """
 from spes_p2p.monitor.sinks import ConsoleSink
 from tests.unit.monitor.test_monitor_sinks import feed, shown_by, small_history
@@ -72,7 +72,7 @@ raise SystemExit(7)
     assert done.returncode == 7, done.stderr
 
 
-def test_held_out_losses_by_source_are_kept_printed_and_replayed(tmp_path: Path, capsys) -> None:
+def test_held_out_losses_by_source_are_kept_printed_and_replayed(tmp_path, capsys):
     path, sources = tmp_path / "metrics.jsonl", {"web": 3.5, "math": 2.5}
     sinks = jsonl(path)
     sinks.add("console", lambda: ConsoleSink("run", "plain"))
@@ -100,7 +100,7 @@ def kinds(path: Path) -> dict[str, int]:
     return {name: names.count(name) for name in names}
 
 
-def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path: Path) -> None:
+def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path):
     path = tmp_path / "metrics.jsonl"
     view = feed(jsonl(path), small_history(3))
     assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
@@ -110,7 +110,7 @@ def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path: P
     assert again.published == view.published and again.rounds == view.rounds and again.coverage == view.coverage
 
 
-def test_the_tokens_of_rounds_before_a_monitor_came_survive_its_restart(tmp_path: Path, capsys) -> None:
+def test_the_tokens_of_rounds_before_a_monitor_came_survive_its_restart(tmp_path, capsys):
     path, chain = tmp_path / "metrics.jsonl", [body(1, {0: 1000}), body(2, {0: 500, 1: 500})]
     sinks = jsonl(path)
     sinks.add("console", lambda: ConsoleSink("run", "plain"))
@@ -124,7 +124,7 @@ def test_the_tokens_of_rounds_before_a_monitor_came_survive_its_restart(tmp_path
     assert json.loads(json.dumps(sections_of(PageState(again, FACTS)), allow_nan=False))["figures"]["rounds"] == 0
 
 
-def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
+def test_a_resumed_watch_repeats_no_line(tmp_path):
     path, views = tmp_path / "metrics.jsonl", small_history(3)
     feed(jsonl(path), views[:3])
     start, _ = replay(path, empty_view())
@@ -132,7 +132,7 @@ def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
     assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
 
 
-def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
+def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path):
     path, views = tmp_path / "metrics.jsonl", small_history(2)
     feed(jsonl(path), views)
     path.write_bytes(path.read_bytes()[:-9])
@@ -143,7 +143,7 @@ def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", '{"kind": "report", "time": 1.0}', '{"kind": "round", "time": 1}'])
-def test_a_damaged_line_is_named_with_its_number(tmp_path: Path, line: str) -> None:
+def test_a_damaged_line_is_named_with_its_number(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     feed(jsonl(path), small_history(1))
     path.write_text(path.read_text() + line + "\n" + '{"kind": "run", "time": 1.0}\n')
@@ -151,7 +151,7 @@ def test_a_damaged_line_is_named_with_its_number(tmp_path: Path, line: str) -> N
         replay(path)
 
 
-def test_a_file_without_a_run_or_without_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_run_or_without_a_file_is_refused(tmp_path):
     (tmp_path / "empty").write_text("")
     with pytest.raises(DataError, match="names no run"):
         replay(tmp_path / "empty")
@@ -161,7 +161,7 @@ def test_a_file_without_a_run_or_without_a_file_is_refused(tmp_path: Path) -> No
         JsonlSink(tmp_path / "no" / "such" / "folder", FACTS, 0.0)
 
 
-def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_again_when_read(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_again_when_read(tmp_path):
     path, view = tmp_path / "metrics.jsonl", empty_view()
     sinks = jsonl(path)
     sinks.update(view.evaluated(1, math.nan))
@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_again_when_read(tmp_p
     assert math.isnan(replay(path)[0].held_out[1])
 
 
-def test_joins_leaves_and_changed_claims_are_told_apart(tmp_path: Path) -> None:
+def test_joins_leaves_and_changed_claims_are_told_apart(tmp_path):
     path, view = tmp_path / "metrics.jsonl", empty_view()
     sinks = jsonl(path)
     for now, claims in ((1.0, [claim(0, [0])]), (2.0, [claim(0, [0, 1])]), (50.0, []), (60.0, [claim(0, [2])])):
@@ -186,7 +186,7 @@ def plain(width: int = 40) -> tuple[Sinks, io.StringIO]:
     return shown_by(ConsoleSink("run", "auto", Console(file=stream, width=width, markup=False))), stream
 
 
-def test_a_console_tells_of_old_slots_where_there_are_any() -> None:
+def test_a_console_tells_of_old_slots_where_there_are_any():
     sink, stream = plain()
     view = small_history(1)[-1]
     sink.update(view)
@@ -195,7 +195,7 @@ def test_a_console_tells_of_old_slots_where_there_are_any() -> None:
     assert "slots up to 2 rounds old" in stream.getvalue().splitlines()[-1]
 
 
-def test_a_console_that_is_no_terminal_gets_one_line_per_round_and_per_evaluation_however_narrow() -> None:
+def test_a_console_that_is_no_terminal_gets_one_line_per_round_and_per_evaluation_however_narrow():
     sink, stream = plain()
     feed(sink, small_history(3))
     lines = stream.getvalue().splitlines()
@@ -211,7 +211,7 @@ def test_a_console_that_is_no_terminal_gets_one_line_per_round_and_per_evaluatio
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_rounds_line_waits_for_the_reports_of_all_its_members() -> None:
+def test_a_rounds_line_waits_for_the_reports_of_all_its_members():
     sink, stream = plain(width=200)
     claims = [claim(index) for index in range(3)]
     first, of_round = [report(index, 1) for index in range(2)], body(1, dict.fromkeys(range(3), 1000))
@@ -223,7 +223,7 @@ def test_a_rounds_line_waits_for_the_reports_of_all_its_members() -> None:
     assert stream.getvalue().startswith("round 1/20  3 peers")
 
 
-def test_a_round_whose_last_report_never_comes_is_shown_in_the_end() -> None:
+def test_a_round_whose_last_report_never_comes_is_shown_in_the_end():
     sink, stream = plain(width=200)
     claims = [claim(index) for index in range(3)]
     of_round = body(1, dict.fromkeys(range(3), 1000))
@@ -233,14 +233,14 @@ def test_a_round_whose_last_report_never_comes_is_shown_in_the_end() -> None:
     assert stream.getvalue().startswith("round 1/20  3 peers")
 
 
-def test_a_resumed_console_repeats_no_round() -> None:
+def test_a_resumed_console_repeats_no_round():
     stream = io.StringIO()
     sinks = shown_by(ConsoleSink("run", "plain", Console(file=stream)), small_history(2)[-1])
     sinks.update(small_history(3)[-1])
     assert [line[:7] for line in stream.getvalue().splitlines()] == ["round 3"]
 
 
-def test_the_live_table_has_a_dash_for_a_loss_that_nobody_has() -> None:
+def test_the_live_table_has_a_dash_for_a_loss_that_nobody_has():
     taken = snapshot(1.0, [claim(0)], [report(0, 1, tokens=0, loss=None)])
     stream = io.StringIO()
     Console(file=stream, width=200).print(render("run", fold(empty_view(), taken)))
@@ -248,7 +248,7 @@ def test_the_live_table_has_a_dash_for_a_loss_that_nobody_has() -> None:
     assert " - " in line
 
 
-def test_the_live_table_draws_markup_and_control_characters_as_text() -> None:
+def test_the_live_table_draws_markup_and_control_characters_as_text():
     hostile = "[bold red]\x1b]0;owned\x07[/]"
     view = small_history(1)[-1]
     peer = replace(view.peers[peer_id(0)], peer_id="Qm" + hostile)
@@ -260,9 +260,7 @@ def test_the_live_table_draws_markup_and_control_characters_as_text() -> None:
 
 
 @pytest.mark.parametrize("variable", [{"TERM": "dumb"}, {"NO_COLOR": "1"}, {}], ids=["dumb", "no-color", "terminal"])
-def test_a_terminal_that_takes_no_escape_codes_gets_plain_lines(
-    variable: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_takes_no_escape_codes_gets_plain_lines(variable, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in variable.items():
@@ -273,7 +271,7 @@ def test_a_terminal_that_takes_no_escape_codes_gets_plain_lines(
     assert stream.getvalue().startswith("round 0/20: held-out") == bool(variable)
 
 
-def test_a_live_console_draws_and_stops() -> None:
+def test_a_live_console_draws_and_stops():
     stream = io.StringIO()
     sink = ConsoleSink("run", "live", Console(file=stream, width=120, force_terminal=True))
     feed(shown_by(sink), small_history(2))
@@ -282,11 +280,11 @@ def test_a_live_console_draws_and_stops() -> None:
 
 
 @pytest.mark.parametrize(("slots", "text"), [((), "none"), ((3,), "3"), ((0, 1, 2, 7, 9, 10), "0-2,7,9-10")])
-def test_slots_are_written_as_ranges(slots: tuple[int, ...], text: str) -> None:
+def test_slots_are_written_as_ranges(slots, text):
     assert slot_ranges(slots) == text
 
 
-def test_reports_of_a_late_peer_are_written_when_they_come(tmp_path: Path) -> None:
+def test_reports_of_a_late_peer_are_written_when_they_come(tmp_path):
     path, view = tmp_path / "metrics.jsonl", small_history(2)[-1]
     sinks = jsonl(path)
     sinks.update(view)
@@ -314,9 +312,7 @@ class Faulty:
         self.is_closed = True
 
 
-def test_a_sink_that_fails_is_dropped_with_one_warning_and_takes_all_it_missed_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sink_that_fails_is_dropped_with_one_warning_and_takes_all_it_missed_when_it_is_back(tmp_path, caplog):
     caplog.set_level("INFO")
     taken: list[Event] = []
     made: list[Faulty] = []
@@ -340,7 +336,7 @@ def test_a_sink_that_fails_is_dropped_with_one_warning_and_takes_all_it_missed_w
     ] * 2
 
 
-def test_several_replies_of_a_round_are_events_of_their_own_and_come_back(tmp_path: Path) -> None:
+def test_several_replies_of_a_round_are_events_of_their_own_and_come_back(tmp_path):
     path, replies = tmp_path / "metrics.jsonl", tuple(Sample(f"{n}? ", f"reply {n}", "yes") for n in range(3))
     view = empty_view().evaluated(0, 5.0, replies)
     sinks = jsonl(path)
@@ -353,9 +349,7 @@ def test_several_replies_of_a_round_are_events_of_their_own_and_come_back(tmp_pa
     assert shown["prompt.2"] == "2? " and shown["0"] == "reply 0" and shown["0.1"] == "reply 1"
 
 
-def test_a_sink_that_does_not_open_again_is_asked_for_quietly_and_named_in_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_sink_that_does_not_open_again_is_asked_for_quietly_and_named_in_the_end(caplog):
     sinks, opened = Sinks(empty_view(), retry_seconds=0.0), []
 
     def open_once() -> Faulty:
@@ -371,7 +365,7 @@ def test_a_sink_that_does_not_open_again_is_asked_for_quietly_and_named_in_the_e
     assert caplog.records[1].message == "the service lacks the last 19 events of this watch"
 
 
-def test_a_full_disk_ends_no_watch_and_leaves_no_half_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_no_watch_and_leaves_no_half_event(tmp_path, caplog):
     """/dev/full stands for the disk: every write there says that there is no space left."""
     path, views = tmp_path / "metrics.jsonl", small_history(3)
     with Path("/dev/full").open("wb", buffering=0) as full:

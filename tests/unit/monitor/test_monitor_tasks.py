@@ -24,7 +24,7 @@ needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = train_bpe(["peer slot round swarm model token expert router " * 20], 280)
     shape = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=16, num_experts=4)
@@ -39,9 +39,7 @@ def copied(checkpoint: Path):
 
 @pytest.mark.full  # as lm-eval is, which CI installs for the full lane alone
 @needs_lm_eval
-def test_the_tables_of_a_run_are_those_of_the_command(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_of_a_run_are_those_of_the_command(checkpoint, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     folder = write_local_tasks(tmp_path / "yaml")
@@ -65,9 +63,7 @@ def test_the_tables_of_a_run_are_those_of_the_command(
 
 @pytest.mark.full
 @needs_lm_eval
-def test_of_tasks_one_of_which_cannot_run_the_others_are_logged(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_tasks_one_of_which_cannot_run_the_others_are_logged(checkpoint, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder = write_local_tasks(tmp_path / "yaml")
     (folder / "piqa.yaml").write_text((folder / "piqa.yaml").read_text().replace("choices.jsonl", "absent.jsonl"))
@@ -78,7 +74,7 @@ def test_of_tasks_one_of_which_cannot_run_the_others_are_logged(
 
 
 @pytest.mark.full
-def test_tasks_that_fail_are_logged_and_end_no_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_that_fail_are_logged_and_end_no_watch(tmp_path, caplog):
     tasks = TaskEvaluations(tmp_path / "tasks", ["--text", "absent.txt"], lambda folder: folder.mkdir())
     tasks.finish(3)
     assert "the tasks on round 3 failed (2): error: absent.txt does not exist" in caplog.text
@@ -90,7 +86,7 @@ def test_tasks_that_fail_are_logged_and_end_no_watch(tmp_path: Path, caplog: pyt
     assert "cannot run tasks on round 4: [Errno 28] No space left on device; the watch goes on" in caplog.text
 
 
-def test_closing_ends_the_process(tmp_path: Path, checkpoint: Path) -> None:
+def test_closing_ends_the_process(tmp_path, checkpoint):
     tasks = TaskEvaluations(tmp_path / "tasks", [], copied(checkpoint))
     tasks.start(1)
     process = tasks._process
@@ -103,7 +99,7 @@ def test_closing_ends_the_process(tmp_path: Path, checkpoint: Path) -> None:
 
 @pytest.mark.full
 @needs_lm_eval
-def test_a_task_that_does_not_exist_is_named_before_the_run_is_joined(tmp_path: Path) -> None:
+def test_a_task_that_does_not_exist_is_named_before_the_run_is_joined(tmp_path):
     output = tmp_path / "monitor"
     settings = {"run_id": "r", "initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/Qm"], "output": output}
     tasks = {"tasks": ["no_such_task"], "task_path": write_local_tasks(tmp_path / "yaml")}
@@ -112,7 +108,7 @@ def test_a_task_that_does_not_exist_is_named_before_the_run_is_joined(tmp_path: 
     assert not output.exists()
 
 
-def test_earlier_tables_are_kept_unless_they_may_go(tmp_path: Path) -> None:
+def test_earlier_tables_are_kept_unless_they_may_go(tmp_path):
     (tmp_path / "tasks").mkdir()
     settings = MonitorConfig(run_id="r", initial_peers=["a"], output=tmp_path)
     with pytest.raises(ConfigError, match="holds tasks already; pass --resume, --overwrite"), own_output(settings):
@@ -122,6 +118,6 @@ def test_earlier_tables_are_kept_unless_they_may_go(tmp_path: Path) -> None:
     assert not (tmp_path / "tasks").exists()
 
 
-def test_without_tasks_nothing_is_started(tmp_path: Path) -> None:
+def test_without_tasks_nothing_is_started(tmp_path):
     settings = MonitorConfig(run_id="r", initial_peers=["a"])
     assert _task_evaluations(settings, tmp_path, lambda folder: None) is None

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +41,7 @@ needs_rclone = pytest.mark.skipif(RCLONE is None, reason="rclone is not installe
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=needs_rclone)])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def place(request, tmp_path, monkeypatch):
     """A folder, and a bucket of a real server."""
     if request.param == "folder":
         yield str(tmp_path / "the #1 store, 100%41")
@@ -84,7 +83,7 @@ def put(place: str, name: str, data: bytes) -> None:
     obstore.put(Store(place)._store, name, data)
 
 
-def test_what_comes_back_is_what_was_uploaded(place: str, tmp_path: Path) -> None:
+def test_what_comes_back_is_what_was_uploaded(place, tmp_path):
     several = random.Random(1).randbytes(2 * uploads_module.CHUNK_BYTES + 10)
     made = {number: checkpoint(tmp_path, number, more=several) for number in (7, 8)}
     for folder in made.values():
@@ -104,9 +103,7 @@ def test_what_comes_back_is_what_was_uploaded(place: str, tmp_path: Path) -> Non
 
 @needs_rclone
 @pytest.mark.parametrize("has_boto3", [False, True])
-def test_two_variables_are_enough_for_s3_and_boto3_reads_the_users_files(
-    has_boto3: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_variables_are_enough_for_s3_and_boto3_reads_the_users_files(has_boto3, tmp_path, monkeypatch):
     with s3_server(tmp_path / "served") as server:
         variables = s3_environment(server.port)
         if has_boto3:
@@ -125,9 +122,7 @@ def test_two_variables_are_enough_for_s3_and_boto3_reads_the_users_files(
     assert files_of(made) == files_of(tmp_path / "back")
 
 
-def test_an_upload_that_was_cut_off_shows_nothing_and_goes_on(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_was_cut_off_shows_nothing_and_goes_on(place, tmp_path, monkeypatch):
     made, send = checkpoint(tmp_path), obstore.put
     names: list[str] = []
 
@@ -158,7 +153,7 @@ def test_an_upload_that_was_cut_off_shows_nothing_and_goes_on(
     assert files_of(made) == files_of(tmp_path / "other")
 
 
-def test_a_file_that_has_changed_on_the_disk_is_not_uploaded(tmp_path: Path) -> None:
+def test_a_file_that_has_changed_on_the_disk_is_not_uploaded(tmp_path):
     made = checkpoint(tmp_path)
     (made / "model-1.safetensors").write_bytes(bytes(5000))
     with pytest.raises(StoreError, match=r"model-1.safetensors has changed since it was written; delete .*round-0*7"):
@@ -166,9 +161,7 @@ def test_a_file_that_has_changed_on_the_disk_is_not_uploaded(tmp_path: Path) -> 
     assert not Store(str(tmp_path / "store")).checkpoints()
 
 
-def test_the_best_and_the_newest_stay_and_nothing_of_the_others(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_and_the_newest_stay_and_nothing_of_the_others(place, tmp_path, monkeypatch):
     for number, loss in {1: 5.0, 2: 1.5, 3: 4.0, 4: None, 5: 3.0}.items():
         Store(place).upload(checkpoint(tmp_path, number, loss), GO_ON)
     put(place, "notes.txt", b"somebody else's")
@@ -180,20 +173,20 @@ def test_the_best_and_the_newest_stay_and_nothing_of_the_others(
     Store(place).tidy(to_keep(Store(place).checkpoints().values(), 2))
     assert list(Store(place).checkpoints()) == [2, 4, 5]
     assert {name.partition("/")[0] for name in objects(place)} == {
-        *("notes.txt", "round-000001-mine", "round-000002", "round-000004", "round-000005"),
+        *("notes.txt", "round-000001-mine", "round-000002", "round-000004", "round-000005")
     }
     for number in (2, 4, 5):
         Store(place).download(number, tmp_path / f"back-{number}")
 
 
-def test_to_keep() -> None:
+def test_to_keep():
     made = Checkpoint.model_construct
     rounds = [made(round=number, held_out=loss) for number, loss in {1: 2.0, 2: 1.0, 3: 1.0, 4: None}.items()]
     assert to_keep(rounds, 1) == {3, 4}, "of equal ones the newer"
     assert to_keep(rounds[3:], 2) == {4} and to_keep([], 2) == set()
 
 
-def test_a_damaged_file_is_refused_and_an_interrupted_download_goes_on(place: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_and_an_interrupted_download_goes_on(place, tmp_path):
     made = checkpoint(tmp_path)
     Store(place).upload(made, GO_ON)
     for name in (SUMS_FILE, "model-2.safetensors"):
@@ -221,7 +214,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+def test_bad_input_is_refused_in_one_line(case, tmp_path):
     name, text, told = BAD_INPUT[case]
     store, made = Store(str(tmp_path / "store")), checkpoint(tmp_path)
     if name == SUMS_FILE or text == "8":
@@ -266,7 +259,7 @@ class Failing:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+def failing(monkeypatch):
     failing = Failing()
     monkeypatch.setattr(checkpoints_module, "open_place", lambda _: failing)
     return failing
@@ -281,9 +274,7 @@ def end(checkpoints: Checkpoints) -> None:
     checkpoints.close()
 
 
-def test_a_failing_upload_holds_nothing_up_and_is_said_once(
-    tmp_path: Path, failing: Failing, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_upload_holds_nothing_up_and_is_said_once(tmp_path, failing, caplog):
     caplog.set_level(logging.INFO)
     checkpoints = checkpoints_of(tmp_path / "kept")
     for number, loss in {1: 5.0, 2: 3.0, 3: 4.0, 4: 4.5}.items():
@@ -297,7 +288,7 @@ def test_a_failing_upload_holds_nothing_up_and_is_said_once(
     assert failing.rounds == [4, 2], "the newest, then the best"
 
 
-def test_what_the_place_would_drop_again_is_not_uploaded(tmp_path: Path, failing: Failing) -> None:
+def test_what_the_place_would_drop_again_is_not_uploaded(tmp_path, failing):
     """It has a better one, of an earlier monitor."""
     made = checkpoint(tmp_path, 3, 1.0)
     failing.is_mended, failing.known = True, {3: Checkpoint.model_validate_json((made / INFO_FILE).read_bytes())}
@@ -311,9 +302,7 @@ def test_what_the_place_would_drop_again_is_not_uploaded(tmp_path: Path, failing
 
 
 @pytest.mark.parametrize("failure", [StoreError("no route to the store"), KeyError("ETag")])
-def test_the_end_of_a_run_does_not_wait_for_ever(
-    tmp_path: Path, failing: Failing, failure: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path, failing, failure, caplog):
     failing.failure = failure
     checkpoints = checkpoints_of(tmp_path / "kept")
     checkpoints.evaluated(1, 2.0)
@@ -321,7 +310,7 @@ def test_the_end_of_a_run_does_not_wait_for_ever(
     assert f"the run's last model was not uploaded; it is in {tmp_path / 'kept'}" in caplog.text
 
 
-def test_another_runs_place_is_left_alone(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_runs_place_is_left_alone(place, tmp_path, caplog):
     Store(place).upload(checkpoint(tmp_path, 1, run=OTHER), GO_ON)
     before = objects(place)
     checkpoints = checkpoints_of(tmp_path / "kept", place)
@@ -331,7 +320,7 @@ def test_another_runs_place_is_left_alone(place: str, tmp_path: Path, caplog: py
     assert objects(place) == before
 
 
-def test_a_monitors_checkpoints_are_the_models_of_their_rounds(tmp_path: Path) -> None:
+def test_a_monitors_checkpoints_are_the_models_of_their_rounds(tmp_path):
     """Kept here and there by one rule, written again after a restart, and exported from the store by one command."""
     peer = PeerFolder(tmp_path / "peer", Identity(tmp_path / "identity"))
     run, place = ModelFolder(peer.folder).manifest, str(tmp_path / "store")
@@ -375,7 +364,7 @@ def test_a_monitors_checkpoints_are_the_models_of_their_rounds(tmp_path: Path) -
     "place",
     ["gs://bucket/run", "http://127.0.0.1:9000/bucket", "s3://KEY:SECRET@bucket/x", "s3://", "hf://name", "s3:bucket"],
 )
-def test_a_place_of_another_form_is_refused_with_what_there_is(place: str) -> None:
+def test_a_place_of_another_form_is_refused_with_what_there_is(place):
     flags = ["--run-id", "run", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/x", "--upload", place]
     forms = "name s3://BUCKET/PREFIX, hf://OWNER/NAME or a folder, and no credentials"
     with pytest.raises(ConfigError, match=forms) as told:
@@ -385,9 +374,7 @@ def test_a_place_of_another_form_is_refused_with_what_there_is(place: str) -> No
 
 @needs_rclone
 @pytest.mark.parametrize("fault", ["no credentials", "no boto3", "wrong key", "no bucket", "no server"])
-def test_a_store_that_refuses_is_one_line_without_secrets(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_is_one_line_without_secrets(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "RETRIES", 0)
     with s3_server(tmp_path / "served") as server:
         variables = s3_environment(server.port)
@@ -429,9 +416,7 @@ Checkpoints(Path(sys.argv[1]), run, None, every=None, keep_last=2, upload=sys.ar
 
 @pytest.mark.full  # a minute; with every commit one is cut off, above
 @needs_rclone
-def test_an_upload_that_is_killed_five_times_and_its_server_twice_is_whole_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_an_upload_that_is_killed_five_times_and_its_server_twice_is_whole_in_the_end(tmp_path, monkeypatch, seed):
     draw, made, log = random.Random(seed), tmp_path / "kept" / "round-000007", tmp_path / "uploader.log"
     made.mkdir(parents=True)
     for index in range(40):
@@ -466,7 +451,7 @@ def test_an_upload_that_is_killed_five_times_and_its_server_twice_is_whole_in_th
     assert files_of(made) == files_of(tmp_path / "back") and SECRET not in log.read_text()
 
 
-def test_a_hub_that_says_nothing_ends_no_upload_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_says_nothing_ends_no_upload_late(tmp_path, monkeypatch):
     monkeypatch.setattr(uploads_module, "HUB_SECONDS", 0.2)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -475,9 +460,7 @@ def test_a_hub_that_says_nothing_ends_no_upload_late(tmp_path: Path, monkeypatch
             open_place("hf://someone/run").upload(checkpoint(tmp_path), GO_ON)
 
 
-def test_a_hub_repository_has_the_newest_model_and_a_tag_for_each_that_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_repository_has_the_newest_model_and_a_tag_for_each_that_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_neverInAnyLog")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with hub_repository(monkeypatch) as hub:

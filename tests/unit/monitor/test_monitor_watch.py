@@ -136,7 +136,7 @@ class Scene:
             self.swarm.round = min(self.swarm.round + 1, LAST)
 
 
-def test_every_round_is_evaluated_and_the_last_one_archived() -> None:
+def test_every_round_is_evaluated_and_the_last_one_archived():
     scene = Scene()
     scene.swarm.on_wait = scene.advance
     assert scene.watch.run() is Ending.FINISHED
@@ -147,7 +147,7 @@ def test_every_round_is_evaluated_and_the_last_one_archived() -> None:
     assert scene.saved == [LAST]
 
 
-def test_rounds_between_evaluations_are_left_out_but_the_last_is_not() -> None:
+def test_rounds_between_evaluations_are_left_out_but_the_last_is_not():
     scene = Scene(every=2)
 
     def advance(polls: int) -> None:
@@ -159,7 +159,7 @@ def test_rounds_between_evaluations_are_left_out_but_the_last_is_not() -> None:
     assert [number for number, _ in scene.recorder.evaluations] == [0, 2, 3]
 
 
-def test_a_version_that_is_not_to_be_had_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_not_to_be_had_is_tried_again(monkeypatch):
     monkeypatch.setattr("spes_p2p.monitor.watch.RETRY_SECONDS", 0.01)
     scene = Scene()
     scene.swarm.on_wait = scene.advance
@@ -168,7 +168,7 @@ def test_a_version_that_is_not_to_be_had_is_tried_again(monkeypatch: pytest.Monk
     assert scene.archive.pulls[:4] == [1, 1, 1, 1] and scene.recorder.evaluations[-1] == (3, 3.0)
 
 
-def test_held_out_text_that_cannot_be_read_ends_the_watch() -> None:
+def test_held_out_text_that_cannot_be_read_ends_the_watch():
     scene = Scene()
 
     def fail() -> float:
@@ -179,7 +179,7 @@ def test_held_out_text_that_cannot_be_read_ends_the_watch() -> None:
         scene.watch.run()
 
 
-def test_silence_of_the_dht_is_waited_over() -> None:
+def test_silence_of_the_dht_is_waited_over():
     """However long: the swarm may be well. It ended as if all peers were gone."""
     scene = Scene(lease_seconds=0.1)
     scene.swarm.silences = 200  # of 2 ms each, and two leases are 200 ms
@@ -188,7 +188,7 @@ def test_silence_of_the_dht_is_waited_over() -> None:
 
 
 @pytest.mark.parametrize("ghosts", [[], [7, 8]], ids=["nobody", "strangers"])
-def test_a_swarm_without_claims_of_known_peers_for_two_leases_is_gone(ghosts: list[int]) -> None:
+def test_a_swarm_without_claims_of_known_peers_for_two_leases_is_gone(ghosts):
     scene = Scene(lease_seconds=0.1)
 
     def leave(polls: int) -> None:
@@ -205,7 +205,7 @@ def test_a_swarm_without_claims_of_known_peers_for_two_leases_is_gone(ghosts: li
     assert scene.recorder.evaluations[-1][0] == 1 and not scene.saved
 
 
-def test_a_dht_process_that_has_died_ends_the_watch() -> None:
+def test_a_dht_process_that_has_died_ends_the_watch():
     """Without its DHT process a monitor reads nothing; it must not wait for ever."""
     scene = Scene()
 
@@ -220,7 +220,7 @@ def test_a_dht_process_that_has_died_ends_the_watch() -> None:
     assert scene.recorder.evaluations[-1] == (1, 5.0) and not scene.saved
 
 
-def test_a_monitor_without_p2pd_does_not_take_the_swarm_for_gone() -> None:
+def test_a_monitor_without_p2pd_does_not_take_the_swarm_for_gone():
     scene = Scene(lease_seconds=0.1)
 
     def die(polls: int) -> None:
@@ -230,13 +230,13 @@ def test_a_monitor_without_p2pd_does_not_take_the_swarm_for_gone() -> None:
     assert scene.watch.run() is Ending.CUT_OFF
 
 
-def test_a_closed_swarm_stops_the_watch() -> None:
+def test_a_closed_swarm_stops_the_watch():
     scene = Scene()
     scene.swarm.is_closed = True
     assert scene.watch.run() is Ending.STOPPED
 
 
-def test_a_resumed_watch_evaluates_nothing_twice_and_still_ends() -> None:
+def test_a_resumed_watch_evaluates_nothing_twice_and_still_ends():
     view = empty_view().evaluated(0, 6.0).evaluated(LAST, 3.0)
     scene = Scene(view)
     scene.swarm.round = LAST
@@ -262,14 +262,14 @@ def certified(round: int, shared: str, *slots: tuple[int, str]) -> Body:
     return last_body(PEERS[:2], round=round, shared=64 * shared, slots=states)
 
 
-def test_only_the_certified_versions_are_asked_for() -> None:
+def test_only_the_certified_versions_are_asked_for():
     honest = {"shared": (4, "a"), "slot_0": (4, "b")}
     found = inventory(a=honest, b=honest, liar={"shared": (9999, "c"), "slot_0": (9999, "c")})
     current, older = plan_pull(certified(4, "a", (4, "b")), found)
     assert current == {"shared": (4, 64 * "a"), "slot-0": (4, 64 * "b")} and not older
 
 
-def test_an_orphan_comes_as_it_was_and_what_was_never_committed_only_if_a_peer_has_it() -> None:
+def test_an_orphan_comes_as_it_was_and_what_was_never_committed_only_if_a_peer_has_it():
     found = inventory(
         a={"shared": (4, "a"), "slot_0": (4, "b"), "slot_1": (3, "c"), "slot_2": (2, "d")},
         b={"shared": (4, "a"), "slot_0": (3, "b"), "slot_1": (3, "c"), "slot_2": (1, "e"), "slot_3": (0, "e")},
@@ -286,14 +286,12 @@ def test_an_orphan_comes_as_it_was_and_what_was_never_committed_only_if_a_peer_h
     }
 
 
-def test_shared_that_no_peer_has_published_yet_is_waited_for() -> None:
+def test_shared_that_no_peer_has_published_yet_is_waited_for():
     found = inventory(a={"shared": (5, "b")}, b={"shared": (4, "c")})
     assert plan_pull(certified(6, "a"), found) == ({"shared": (6, 64 * "a")}, {})
 
 
-def test_versions_that_are_not_to_be_had_take_a_line_a_minute_of_a_monitors_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_versions_that_are_not_to_be_had_take_a_line_a_minute_of_a_monitors_log(caplog):
     """Ninety of 142 lines told of them, each with another round, slot, peer or reason."""
     caplog.set_level("INFO", "spes_p2p")
     caplog.handler.addFilter(OncePerMinute())

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -50,7 +49,7 @@ def same_bits(left: list[Parameter], right: list[Parameter]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_matches_torch_adamw_with_clipping(seed: int) -> None:
+def test_matches_torch_adamw_with_clipping(seed):
     trained, reference = Trained(seed), Trained(seed)
     adamw = torch.optim.AdamW(
         reference.params(), betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.eps, weight_decay=TRAIN.weight_decay
@@ -69,7 +68,7 @@ def test_matches_torch_adamw_with_clipping(seed: int) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_small_gradients_are_not_scaled_up(seed: int) -> None:
+def test_small_gradients_are_not_scaled_up(seed):
     trained = Trained(seed)
     for param in trained.params():
         param.grad = torch.full_like(param, 1e-4)
@@ -82,7 +81,7 @@ def test_small_gradients_are_not_scaled_up(seed: int) -> None:
 
 @every_optimizer
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(seed: int, bad: float, name: OptimizerName) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(seed, bad, name):
     trained, reference = Trained(seed, name=name), Trained(seed, name=name)
     for run in (trained, reference):
         run.step(0)
@@ -99,7 +98,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(seed: int, bad: float, na
 
 
 @every_optimizer
-def test_a_slot_that_leaves_and_returns_with_its_payload_continues_bit_for_bit(seed: int, name: OptimizerName) -> None:
+def test_a_slot_that_leaves_and_returns_with_its_payload_continues_bit_for_bit(seed, name):
     moved, reference = Trained(seed, name=name), Trained(seed, name=name)
     for number in range(3):
         moved.step(number)
@@ -118,7 +117,7 @@ def test_a_slot_that_leaves_and_returns_with_its_payload_continues_bit_for_bit(s
 
 
 @every_optimizer
-def test_a_slot_without_payload_starts_with_empty_moments(seed: int, name: OptimizerName) -> None:
+def test_a_slot_without_payload_starts_with_empty_moments(seed, name):
     warm, cold = Trained(seed, name=name), Trained(seed, name=name)
     for run in (warm, cold):
         run.step(0)
@@ -132,7 +131,7 @@ def test_a_slot_without_payload_starts_with_empty_moments(seed: int, name: Optim
 
 
 @every_optimizer
-def test_a_removed_slot_is_no_longer_trained(seed: int, name: OptimizerName) -> None:
+def test_a_removed_slot_is_no_longer_trained(seed, name):
     trained = Trained(seed, name=name)
     trained.step(0)
     trained.optimizer.remove_slot(1)
@@ -142,7 +141,7 @@ def test_a_removed_slot_is_no_longer_trained(seed: int, name: OptimizerName) -> 
 
 
 @every_optimizer
-def test_state_goes_through_a_file_and_continues_bit_for_bit(seed: int, tmp_path: Path, name: OptimizerName) -> None:
+def test_state_goes_through_a_file_and_continues_bit_for_bit(seed, tmp_path, name):
     saved, reference = Trained(seed, name=name), Trained(seed, name=name)
     for number in range(3):
         saved.step(number)
@@ -158,7 +157,7 @@ def test_state_goes_through_a_file_and_continues_bit_for_bit(seed: int, tmp_path
     assert same_bits(resumed.params(), reference.params())
 
 
-def test_state_names_are_flat_and_complete(seed: int) -> None:
+def test_state_names_are_flat_and_complete(seed):
     trained = Trained(seed)
     assert trained.optimizer.state_tensors() == {}
     trained.step(0)
@@ -168,7 +167,7 @@ def test_state_names_are_flat_and_complete(seed: int) -> None:
 
 
 @every_optimizer
-def test_state_is_copied_in_and_out(seed: int, name: OptimizerName) -> None:
+def test_state_is_copied_in_and_out(seed, name):
     trained, reference = Trained(seed, name=name), Trained(seed, name=name)
     for run in (trained, reference):
         run.step(0)
@@ -204,7 +203,7 @@ def _without(key: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ("layers.0.down/max_exp_avg_sq", torch.zeros(5, 3), "does not have"),
     ],
 )
-def test_a_bad_payload_is_refused_and_adds_nothing(seed: int, key: str, value: Tensor | None, message: str) -> None:
+def test_a_bad_payload_is_refused_and_adds_nothing(seed, key, value, message):
     trained, reference = Trained(seed), Trained(seed)
     for run in (trained, reference):
         run.step(0)
@@ -220,7 +219,7 @@ def test_a_bad_payload_is_refused_and_adds_nothing(seed: int, key: str, value: T
 
 
 @pytest.mark.parametrize("name", ["slot-9/layers.0.down/step", "slot-31/layers.0.down/step", "junk"])
-def test_state_of_other_slots_is_refused_and_changes_nothing(seed: int, name: str) -> None:
+def test_state_of_other_slots_is_refused_and_changes_nothing(seed, name):
     trained, reference = Trained(seed), Trained(seed)
     for run in (trained, reference):
         run.step(0)
@@ -233,7 +232,7 @@ def test_state_of_other_slots_is_refused_and_changes_nothing(seed: int, name: st
 
 
 @every_optimizer
-def test_a_parameter_without_gradient_stays(seed: int, name: OptimizerName) -> None:
+def test_a_parameter_without_gradient_stays(seed, name):
     trained = Trained(seed, name=name)
     before = trained.shared["norm"].detach().clone()
     trained.shared["embed"].grad = torch.ones(7, 5)
@@ -241,7 +240,7 @@ def test_a_parameter_without_gradient_stays(seed: int, name: OptimizerName) -> N
     assert torch.equal(before, trained.shared["norm"])
 
 
-def test_moments_are_adams_bias_corrected_estimates(seed: int) -> None:
+def test_moments_are_adams_bias_corrected_estimates(seed):
     """Adam, Algorithm 1: m / (1 - beta1^t) and v / (1 - beta2^t), whatever t is."""
     trained = Trained(seed, slots=(3,))
     for number in range(3):
@@ -255,14 +254,14 @@ def test_moments_are_adams_bias_corrected_estimates(seed: int) -> None:
 
 
 @every_optimizer
-def test_a_group_that_was_never_stepped_has_moments_of_zero(seed: int, name: OptimizerName) -> None:
+def test_a_group_that_was_never_stepped_has_moments_of_zero(seed, name):
     (moments,) = Trained(seed, name=name).optimizer.moments("slot-1", ["exp_avg_sq"])
     assert {name: tuple(tensor.shape) for name, tensor in moments.items()} == SHAPES
     assert not any(tensor.any() for tensor in moments.values())
 
 
 @pytest.mark.parametrize("kinds", [("exp_avg_sq",), ("exp_avg", "exp_avg_sq")], ids=["second", "both"])
-def test_the_step_after_an_average_goes_by_the_averaged_moments(seed: int, kinds: tuple[str, ...]) -> None:
+def test_the_step_after_an_average_goes_by_the_averaged_moments(seed, kinds):
     """Compared with the update rule written out: averaged moments have no bias, and one's own is corrected once."""
     trained = Trained(seed, slots=(3,))
     trained.step(0)
@@ -283,7 +282,7 @@ def test_the_step_after_an_average_goes_by_the_averaged_moments(seed: int, kinds
 
 
 @every_optimizer
-def test_second_moments_below_zero_count_as_zero(seed: int, name: OptimizerName) -> None:
+def test_second_moments_below_zero_count_as_zero(seed, name):
     trained = Trained(seed, slots=(3,), name=name)
     below = {name: torch.full(shape, -1.0) for name, shape in SHAPES.items()}
     trained.optimizer.set_moments("slot-3", {"exp_avg_sq": below})

@@ -9,7 +9,7 @@ from spes_p2p.optim.outer import outer_optimizer
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.99)])
-def test_nesterov_matches_torch_sgd_over_many_rounds(seed: int, lr: float, momentum: float) -> None:
+def test_nesterov_matches_torch_sgd_over_many_rounds(seed, lr, momentum):
     torch.manual_seed(seed)
     reference = torch.nn.Parameter(torch.randn(257))
     sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=True)
@@ -25,7 +25,7 @@ def test_nesterov_matches_torch_sgd_over_many_rounds(seed: int, lr: float, momen
         torch.testing.assert_close(state, sgd.state[reference]["momentum_buffer"], rtol=1e-6, atol=1e-6)
 
 
-def test_nesterov_rounds_every_operation_by_itself(seed: int) -> None:
+def test_nesterov_rounds_every_operation_by_itself(seed):
     """The same bits as numpy, which never fuses: what makes peers with different CPUs agree."""
     torch.manual_seed(seed)
     anchor, delta, state = torch.randn(1003), torch.randn(1003), torch.randn(1003)
@@ -38,7 +38,7 @@ def test_nesterov_rounds_every_operation_by_itself(seed: int) -> None:
     assert new_anchor.numpy().tobytes() == anchor_ref.tobytes()
 
 
-def test_mean_is_the_plain_average_of_the_peers(seed: int) -> None:
+def test_mean_is_the_plain_average_of_the_peers(seed):
     torch.manual_seed(seed)
     anchor, local = torch.randn(64), torch.randn(3, 64)
     outer = outer_optimizer(OuterConfig())
@@ -47,7 +47,7 @@ def test_mean_is_the_plain_average_of_the_peers(seed: int) -> None:
     assert momentum is None and not outer.has_state
 
 
-def test_nesterov_without_momentum_at_rate_one_is_the_mean(seed: int) -> None:
+def test_nesterov_without_momentum_at_rate_one_is_the_mean(seed):
     torch.manual_seed(seed)
     anchor, delta = torch.randn(64), torch.randn(64)
     plain, _ = outer_optimizer(OuterConfig()).step(anchor, delta, None)
@@ -57,7 +57,7 @@ def test_nesterov_without_momentum_at_rate_one_is_the_mean(seed: int) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("optimizer", OUTER)
-def test_a_step_changes_none_of_its_arguments(seed: int, optimizer: str, first: bool) -> None:
+def test_a_step_changes_none_of_its_arguments(seed, optimizer, first):
     torch.manual_seed(seed)
     outer = outer_optimizer(OuterConfig.model_validate({"optimizer": optimizer}))
     arguments = [torch.randn(16), torch.randn(16), torch.randn(16) if outer.has_state and not first else None]
@@ -72,7 +72,7 @@ def test_a_step_changes_none_of_its_arguments(seed: int, optimizer: str, first: 
 
 
 @pytest.mark.parametrize("optimizer", OUTER)
-def test_an_anchor_is_stepped_in_pieces_as_at_once(seed: int, optimizer: str) -> None:
+def test_an_anchor_is_stepped_in_pieces_as_at_once(seed, optimizer):
     """Peers step it in pieces of other sizes, and must compute the same bits, over several rounds."""
     torch.manual_seed(seed)
     outer = outer_optimizer(OuterConfig.model_validate({"optimizer": optimizer}))
@@ -87,7 +87,7 @@ def test_an_anchor_is_stepped_in_pieces_as_at_once(seed: int, optimizer: str) ->
     assert all((momentum is not None) == outer.has_state for _, momentum in pieces)
 
 
-def test_wrong_vectors_are_our_own_bug() -> None:
+def test_wrong_vectors_are_our_own_bug():
     outer = outer_optimizer(OuterConfig())
     for anchor, delta, momentum in (
         (torch.zeros(3), torch.zeros(4), None),

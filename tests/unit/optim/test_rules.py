@@ -52,7 +52,7 @@ def assert_same(actual: dict[str, Parameter], expected: dict[str, Tensor], **tol
 # ---------------------------------------------------------------------- steps
 
 
-def test_lamb_makes_its_papers_steps(seed: int) -> None:
+def test_lamb_makes_its_papers_steps(seed):
     """LAMB, Algorithm 2, in double precision."""
     params = draw(seed)
     params["norm"].data.zero_()
@@ -73,9 +73,7 @@ def test_lamb_makes_its_papers_steps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [2**20, 1024])
-def test_8_bit_steps_are_those_of_bitsandbytes_whole_or_piece_by_piece(
-    seed: int, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_8_bit_steps_are_those_of_bitsandbytes_whole_or_piece_by_piece(seed, piece, monkeypatch):
     monkeypatch.setattr("spes_p2p.optim.blockwise.PIECE_NUMEL", piece)
     params, reference = draw(seed), draw(seed)
     optimizer = inner(params, "adamw8bit")
@@ -95,7 +93,7 @@ def test_8_bit_steps_are_those_of_bitsandbytes_whole_or_piece_by_piece(
             torch.testing.assert_close(own[param][kind], value, rtol=0, atol=0)
 
 
-def test_adamw_in_8_bits_steps_as_torchs_adamw_does_but_for_rounding(seed: int) -> None:
+def test_adamw_in_8_bits_steps_as_torchs_adamw_does_but_for_rounding(seed):
     params, exact = draw(seed), draw(seed)
     start = {name: param.detach().clone() for name, param in params.items()}
     eight, full = inner(params, "adamw8bit"), inner(exact, "adamw")
@@ -108,7 +106,7 @@ def test_adamw_in_8_bits_steps_as_torchs_adamw_does_but_for_rounding(seed: int) 
         assert error < (0.05 if name == "large" else 1e-4), f"{name}: {error:.2e}"
 
 
-def test_muon_makes_torchs_steps_on_matrices_and_adamws_on_the_rest(seed: int) -> None:
+def test_muon_makes_torchs_steps_on_matrices_and_adamws_on_the_rest(seed):
     """Torch's iterations are in bf16, ours in fp32 on a CPU."""
     params, reference, start = draw(seed), draw(seed), draw(seed)
     optimizer = inner(params, "muon")
@@ -135,9 +133,7 @@ def test_muon_makes_torchs_steps_on_matrices_and_adamws_on_the_rest(seed: int) -
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (16, 64)])
-def test_an_orthogonalised_matrix_keeps_its_singular_vectors_and_has_singular_values_near_one(
-    seed: int, shape: tuple[int, int]
-) -> None:
+def test_an_orthogonalised_matrix_keeps_its_singular_vectors_and_has_singular_values_near_one(seed, shape):
     settings = torch.optim.Muon([torch.zeros(2, 2)]).defaults
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     found = orthogonalised(matrix, settings)
@@ -149,7 +145,7 @@ def test_an_orthogonalised_matrix_keeps_its_singular_vectors_and_has_singular_va
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_muon_leaves_embeddings_head_and_norms_to_adamw(family: str, tie: bool) -> None:
+def test_muon_leaves_embeddings_head_and_norms_to_adamw(family, tie):
     shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
     config = ModelConfig.model_validate({"family": family, "num_experts": 4, "tie_embeddings": tie, **shape})
     model = stock_model(config, 32, 8, seed=0)
@@ -172,7 +168,7 @@ def test_muon_leaves_embeddings_head_and_norms_to_adamw(family: str, tie: bool) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_averages_the_moments_that_its_optimizer_keeps(seed: int, name: OptimizerName) -> None:
+def test_a_run_averages_the_moments_that_its_optimizer_keeps(seed, name):
     run = RunConfig(train=TrainConfig(optimizer=name))
     optimizer = inner(draw(seed), name)
     optimizer.add_slot(1, {key: param for key, param in draw(seed).items() if param.dim() == 2})
@@ -181,7 +177,7 @@ def test_a_run_averages_the_moments_that_its_optimizer_keeps(seed: int, name: Op
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "lamb"])
-def test_moments_of_adamws_kin_are_adamws_own(seed: int, name: OptimizerName) -> None:
+def test_moments_of_adamws_kin_are_adamws_own(seed, name):
     """Bias-corrected, by kind and parameter; in 8 bits up to a hundredth of the block's largest."""
     params, reference = draw(seed), draw(seed)
     ours, adamw = inner(params, name), inner(reference, "adamw")
@@ -195,7 +191,7 @@ def test_moments_of_adamws_kin_are_adamws_own(seed: int, name: OptimizerName) ->
             torch.testing.assert_close(actual[key], tensor, rtol=1e-5, atol=atol, msg=key)
 
 
-def test_muons_momentum_counts_as_the_first_moment_and_as_it_is(seed: int) -> None:
+def test_muons_momentum_counts_as_the_first_moment_and_as_it_is(seed):
     params = draw(seed)
     optimizer = InnerOptimizer(params, {}, TRAIN.model_copy(update={"weight_decay": 0.0}), "muon")
     for number in range(2):
@@ -207,7 +203,7 @@ def test_muons_momentum_counts_as_the_first_moment_and_as_it_is(seed: int) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_peer_goes_on_from_the_moments_it_is_given(seed: int, name: OptimizerName) -> None:
+def test_a_peer_goes_on_from_the_moments_it_is_given(seed, name):
     params = draw(seed)
     optimizer = inner(params, name)
     step(optimizer, params, 0)
@@ -222,7 +218,7 @@ def test_a_peer_goes_on_from_the_moments_it_is_given(seed: int, name: OptimizerN
             torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=atol, msg=f"{kind} of {key}")
 
 
-def test_after_an_average_an_8_bit_step_is_adamws_from_the_same_moments(seed: int) -> None:
+def test_after_an_average_an_8_bit_step_is_adamws_from_the_same_moments(seed):
     params, exact = draw(seed), draw(seed)
     eight, full = inner(params, "adamw8bit"), inner(exact, "adamw")
     average = {kind: {key: 0.1 + torch.rand(shape) for key, shape in SHAPES.items()} for kind in BETAS}
@@ -253,9 +249,7 @@ def test_after_an_average_an_8_bit_step_is_adamws_from_the_same_moments(seed: in
         ("small/exp_avg", torch.zeros(9, 4, dtype=torch.uint8), "expected torch.float32"),
     ],
 )
-def test_a_bad_8_bit_payload_is_refused_and_adds_nothing(
-    seed: int, key: str, value: Tensor | None, message: str
-) -> None:
+def test_a_bad_8_bit_payload_is_refused_and_adds_nothing(seed, key, value, message):
     params, reference = draw(seed), draw(seed)
     optimizers = [
         InnerOptimizer({"x": Parameter(torch.ones(2))}, {3: p}, TRAIN, "adamw8bit") for p in (params, reference)
@@ -274,7 +268,7 @@ def test_a_bad_8_bit_payload_is_refused_and_adds_nothing(
 
 
 @pytest.mark.parametrize(("numel", "size"), [(4095, 4 * 4095), (4096, 4096 + 4 * 16), (4097, 4097 + 4 * 17)])
-def test_8_bit_state_is_a_byte_a_parameter_and_a_scale_per_block_from_4096_on(numel: int, size: int) -> None:
+def test_8_bit_state_is_a_byte_a_parameter_and_a_scale_per_block_from_4096_on(numel, size):
     param = Parameter(torch.ones(numel))
     optimizer = InnerOptimizer({"x": param}, {}, TRAIN, "adamw8bit")
     param.grad = torch.ones(numel)
@@ -288,15 +282,13 @@ def test_8_bit_state_is_a_byte_a_parameter_and_a_scale_per_block_from_4096_on(nu
 # ---------------------------------------------------------------------- bad input
 
 
-def test_a_missing_bitsandbytes_is_named_with_the_remedy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bitsandbytes_is_named_with_the_remedy(seed, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"^optimizer adamw8bit needs bitsandbytes.*pip install .*or set adamw$"):
         inner(draw(seed), "adamw8bit")
 
 
-def test_a_device_that_bitsandbytes_cannot_use_is_named_with_the_remedy(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_bitsandbytes_cannot_use_is_named_with_the_remedy(seed, monkeypatch):
     def fail(self: object) -> None:
         raise NotImplementedError("no kernel for this backend\nand much more")
 
@@ -305,7 +297,7 @@ def test_a_device_that_bitsandbytes_cannot_use_is_named_with_the_remedy(
         inner(draw(seed), "adamw8bit")
 
 
-def test_averaging_second_moments_that_do_not_exist_is_refused_with_the_remedy() -> None:
+def test_averaging_second_moments_that_do_not_exist_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"outer.moments=second, but train.optimizer=muon .*set outer.moments to both"):
         RunConfig(train=TrainConfig(optimizer="muon"), outer=OuterConfig(moments="second"))
 

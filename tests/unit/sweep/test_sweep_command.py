@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def made(monkeypatch):
     """Makes runs in this process, a run after the other; returns which, `variant-seed`."""
     names: list[str] = []
 
@@ -186,11 +186,7 @@ def program(*words: object) -> subprocess.Popen[str]:
         (["simulate"], 2, "study is missing; set STUDY"),
         (["simulate", "configs/scenarios.yaml", "--only", "sol"], 2, "error: --only sol: no such variant"),
         (["simulate", "configs/scenarios.yaml", "--worker", "1"], 2, "--worker"),
-        (
-            ["simulate", "configs/scenarios.yaml", "--workers", "0"],
-            2,
-            "workers='0': input should be greater than",
-        ),
+        (["simulate", "configs/scenarios.yaml", "--workers", "0"], 2, "workers='0': input should be greater than"),
     ],
 )
 def test_the_program_answers_in_a_line(words, code, said, monkeypatch, capsys):

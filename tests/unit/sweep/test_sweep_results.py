@@ -15,39 +15,29 @@ from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.errors import ConfigError, SimulationError
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import ModelSize, model_size
-from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import SimulationResult, simulate
-from spes_p2p.sim.sweep import (
-    Gap,
-    RunResult,
-    Sweep,
-    load_sweep,
-    result_file,
-    run_result,
-    save_result,
-    stored_runs,
-)
+from spes_p2p.sim.sweep import Gap, RunResult, Sweep, load_sweep, result_file, run_result, save_result, stored_runs
 from tests.unit.sweep.sweeps import PAIR, SOLO, made_up, made_up_sweep, write_sweep
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sweep")
 
 
 @pytest.fixture(scope="module")
-def scenario(folder: Path) -> Scenario:
+def scenario(folder):
     sweep = load_sweep(write_sweep(folder, {"ours": {**PAIR, "max_slots": [1, 3]}}))
     return sweep.variants["ours"].scenarios[0]
 
 
 @pytest.fixture(scope="module")
-def simulated(scenario: Scenario, folder: Path) -> SimulationResult:
+def simulated(scenario, folder):
     return simulate(scenario.model_copy(update={"threads": 1}), cache=folder / "cache")
 
 
 @pytest.fixture(scope="module")
-def result(scenario: Scenario, simulated: SimulationResult) -> RunResult:
+def result(scenario, simulated):
     return run_result("ours", 0, scenario, simulated)
 
 

@@ -34,7 +34,7 @@ def test_merging_goes_key_by_key_and_replaces_lists():
     assert repr(base) == before
 
 
-def test_every_variant_is_the_base_with_its_own_settings_and_a_seed(tmp_path: Path):
+def test_every_variant_is_the_base_with_its_own_settings_and_a_seed(tmp_path):
     variants = {"solo": {**SOLO, "title": "Alone"}, "ours": {**PAIR, "run": {"train": {"lr": 0.5}}}, "base": None}
     sweep = load_sweep(write_sweep(tmp_path, variants, seeds=[3, 1], title="T"))
     assert sweep.title == "T" and list(sweep.variants) == ["solo", "ours", "base"]
@@ -47,7 +47,7 @@ def test_every_variant_is_the_base_with_its_own_settings_and_a_seed(tmp_path: Pa
     assert sweep.variants["base"].scenarios[1].peers == 4
 
 
-def test_a_scenario_changes_with_any_setting_and_not_with_the_title(tmp_path: Path):
+def test_a_scenario_changes_with_any_setting_and_not_with_the_title(tmp_path):
     def scenario(**settings: Any) -> Scenario:
         return made_up_sweep(tmp_path, {"x": settings}).variants["x"].scenarios[0]
 
@@ -110,7 +110,7 @@ def test_remedies_name_settings_of_a_sweep_and_no_flags_that_it_has_not(message,
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_a_sweep_cannot_be_is_one_line_with_value_and_remedy(tmp_path: Path, content, value, remedy):
+def test_what_a_sweep_cannot_be_is_one_line_with_value_and_remedy(tmp_path, content, value, remedy):
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError) as raised:
@@ -131,7 +131,7 @@ def test_the_example_of_scenarios_shows_all_that_can_befall_a_peer():
     assert all(name in (REPOSITORY / EXAMPLE).read_text() for name in get_args(Attack.model_fields["kind"].annotation))
 
 
-def test_a_key_that_is_set_twice_is_refused_with_its_lines(tmp_path: Path):
+def test_a_key_that_is_set_twice_is_refused_with_its_lines(tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("variants:\n  x:\n    peers: 3\n    max_slots: 2\n    peers: 4\n")
     with pytest.raises(ConfigError, match=r"sweep.yaml sets 'peers' on line 3 and again on line 5; keep one$"):
@@ -146,7 +146,7 @@ def test_a_key_that_is_set_twice_is_refused_with_its_lines(tmp_path: Path):
     assert read_settings(path, "sweep")["run"] == {1: 2, "1": 3}, "a number and a text are two keys"
 
 
-def test_what_is_chosen_runs_seed_by_seed(tmp_path: Path):
+def test_what_is_chosen_runs_seed_by_seed(tmp_path):
     sweep = made_up_sweep(tmp_path, {"a": {}, "b": {}, "c": {}}, seeds=[0, 1])
     assert sweep.chosen([], []) == [(name, seed) for seed in (0, 1) for name in "abc"]
     assert sweep.chosen(["c", "a"], [1]) == [("a", 1), ("c", 1)]

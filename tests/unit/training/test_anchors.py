@@ -182,11 +182,7 @@ def test_a_merge_moves_held_slots_as_merge_experts_moves_the_anchors(seed):
 
 @pytest.mark.parametrize(
     ("merge", "round"),
-    [
-        (MergeConfig(), 2),
-        (MergeConfig(alpha=0.2, interval_rounds=3), 2),
-        (MergeConfig(alpha=0.2, decay_rounds=5), 5),
-    ],
+    [(MergeConfig(), 2), (MergeConfig(alpha=0.2, interval_rounds=3), 2), (MergeConfig(alpha=0.2, decay_rounds=5), 5)],
     ids=["off", "between-intervals", "decayed"],
 )
 def test_nothing_is_merged_in_rounds_without_a_merge(merge, round):

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,7 +81,7 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Disk:
+def disk(tmp_path):
     return Disk(tmp_path)
 
 
@@ -151,9 +150,7 @@ DAMAGES = (truncate, flip_a_bit, empty, lose)
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("pattern", FILES)
-def test_where_state_or_tensors_are_damaged_the_one_before_is_used_and_this_is_said(
-    disk, pattern: str, damage: Callable[[Path], None], caplog
-):
+def test_where_state_or_tensors_are_damaged_the_one_before_is_used_and_this_is_said(disk, pattern, damage, caplog):
     disk.save(1)
     disk.save(2)
     damage(disk.file(2, pattern))
@@ -202,11 +199,7 @@ def test_a_version_that_is_damaged_in_store_and_checkpoint_comes_from_the_checkp
         disk.store.path(older).unlink()
     store, found = recover(disk.folder, "run")
     assert found.state.round == 2
-    assert {name: version.round for name, version in store.newest().items()} == {
-        "shared": 1,
-        "slot-0": 1,
-        "slot-1": 2,
-    }
+    assert {name: version.round for name, version in store.newest().items()} == {"shared": 1, "slot-0": 1, "slot-1": 2}
     for name in store.newest():
         store.read(name)
 

@@ -59,7 +59,7 @@ def loss_of(peer: VirtualPeer) -> float:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> list[VirtualPeer]:
+def undisturbed():
     return live([])
 
 

@@ -75,7 +75,7 @@ def entry(index: int, slots: tuple[int, ...], last: Body) -> Entry:
 
 
 @pytest.fixture
-def world() -> World:
+def world():
     return World()
 
 

@@ -66,7 +66,7 @@ def replicated_by(peer: VirtualPeer) -> set[str]:
 
 
 @pytest.mark.parametrize("storage", FORMS)
-def test_peers_that_do_not_hold_a_slot_have_its_kept_form_alone(storage: str) -> None:
+def test_peers_that_do_not_hold_a_slot_have_its_kept_form_alone(storage):
     alive = Alive(run_of(storage, codecs=FEW_BITS), [2, 1, 1])
     alive.live()
     states = alive.world.bodies[-1].slots
@@ -87,9 +87,7 @@ def test_peers_that_do_not_hold_a_slot_have_its_kept_form_alone(storage: str) ->
 
 
 @pytest.mark.parametrize("storage", FORMS)
-def test_rounds_end_in_the_weights_that_peers_with_fp32_versions_and_the_same_storage_end_in(
-    storage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_end_in_the_weights_that_peers_with_fp32_versions_and_the_same_storage_end_in(storage, monkeypatch):
     """What a peer computes with is the same: only what travels differs."""
     ends = []
     for has_kept in (True, False):
@@ -101,21 +99,21 @@ def test_rounds_end_in_the_weights_that_peers_with_fp32_versions_and_the_same_st
     assert ends[0] == ends[1]
 
 
-def test_a_run_with_fp32_storage_has_no_kept_forms() -> None:
+def test_a_run_with_fp32_storage_has_no_kept_forms():
     alive = Alive(run_of("fp32"), [2, 1, 1])
     alive.live()
     assert all(state.kept is None for state in alive.world.bodies[-1].slots)
     assert not any(VectorName(name).is_kept for peer in alive.peers for name in peer.swarm.versions())
 
 
-def test_experts_that_do_not_divide_into_blocks_travel_in_fp32() -> None:
+def test_experts_that_do_not_divide_into_blocks_travel_in_fp32():
     run = run_of("int8")
     assert run.kept_form == "int8"
     odd = run.model_copy(update={"model": run.model.model_copy(update={"intermediate_size": 9})})
     assert odd.kept_form is None
 
 
-def test_a_machine_holds_what_travels() -> None:
+def test_a_machine_holds_what_travels():
     run = run_of("int8")
     for storage in (None, "int8"):
         check_machine(run, MachineConfig(storage=storage))
@@ -128,9 +126,7 @@ def test_a_machine_holds_what_travels() -> None:
 
 
 @pytest.mark.parametrize("copies", [2, 1])
-def test_a_dead_holders_slot_goes_on_from_a_replica_or_else_from_its_kept_form(
-    copies: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dead_holders_slot_goes_on_from_a_replica_or_else_from_its_kept_form(copies, caplog):
     caplog.set_level(logging.WARNING)
     alive = Alive(run_of("int8", total=10, round={"copies": copies}), [2, 2, 2])
     doomed: list[VirtualPeer] = []
@@ -151,7 +147,7 @@ def test_a_dead_holders_slot_goes_on_from_a_replica_or_else_from_its_kept_form(
     assert last.round == 10 and all(state.round > 2 for state in last.slots)
 
 
-def test_a_slot_that_nobody_has_trained_is_drawn_by_the_peer_that_adopts_it() -> None:
+def test_a_slot_that_nobody_has_trained_is_drawn_by_the_peer_that_adopts_it():
     """All that others have of it is rounded, and its holders must begin with the same bits."""
     alive = Alive(run_of("int8", total=2, peers=2), [1, 1])
     initial = alive.peers[0].initial()
@@ -173,9 +169,7 @@ def lie(peer: VirtualPeer) -> None:
     peer.anchors.kept_form = lambda name, bundle: bundle if name == SHARED else false  # type: ignore[method-assign]
 
 
-def test_replicas_refuse_by_name_a_kept_form_that_does_not_follow_from_the_weights(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_replicas_refuse_by_name_a_kept_form_that_does_not_follow_from_the_weights(caplog):
     caplog.set_level(logging.WARNING)
     alive = Alive(run_of("int8", total=4, peers=4), [1, 1, 1, 1])
     liar = alive.peers[1]
@@ -193,7 +187,7 @@ def test_replicas_refuse_by_name_a_kept_form_that_does_not_follow_from_the_weigh
         assert alive.peers[index].swarm.versions()[f"kept-slot-{slot}"].digest != false
 
 
-def test_holders_that_differ_about_a_kept_form_leave_the_slot_as_it_was() -> None:
+def test_holders_that_differ_about_a_kept_form_leave_the_slot_as_it_was():
     """The founder certifies the first round alone."""
     alive = Alive(run_of("int8", total=4, peers=2), [4, 4])
     lie(alive.peers[1])
@@ -201,9 +195,7 @@ def test_holders_that_differ_about_a_kept_form_leave_the_slot_as_it_was() -> Non
     assert [state.round for state in alive.world.bodies[-1].slots] == [1] * 4
 
 
-def test_a_replica_keeps_the_certified_master_of_a_slot_that_a_round_left_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replica_keeps_the_certified_master_of_a_slot_that_a_round_left_as_it_was(monkeypatch):
     """Its holder may be gone; the new replica fetches the master only once the slot changes."""
     alive = Alive(run_of("int8"), [2, 1, 1])
     alive.live()
@@ -217,9 +209,7 @@ def test_a_replica_keeps_the_certified_master_of_a_slot_that_a_round_left_as_it_
     assert name not in peer.swarm.versions()
 
 
-def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that_does(monkeypatch):
     """It fetched that version, trained on from its old anchor, and confirmed wrong results from then on."""
     alive = Alive(run_of("int8", total=6, peers=3), [4, 4, 4])
     swarm, name = alive.peers[2].swarm, VectorName.of_slot(1)
@@ -244,7 +234,7 @@ def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that
 # ---------------------------------------------------------------------- others
 
 
-def test_peers_that_no_other_can_call_get_kept_forms_from_replicas() -> None:
+def test_peers_that_no_other_can_call_get_kept_forms_from_replicas():
     alive = Alive(run_of("int8"), [2, 1, 1], hidden=[1, 2])
     alive.live()
     for peer in alive.peers:
@@ -253,7 +243,7 @@ def test_peers_that_no_other_can_call_get_kept_forms_from_replicas() -> None:
 
 
 @pytest.mark.parametrize("moments", ["local", "both"])
-def test_a_budget_and_momentum_go_with_kept_forms(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_and_momentum_go_with_kept_forms(moments, monkeypatch):
     outer = OuterConfig(optimizer="nesterov", moments=moments)
     alive = Alive(run_of("int8", total=5, outer=outer, codecs=FEW_BITS), [2, 1, 1])
     for peer in alive.peers:
@@ -265,7 +255,7 @@ def test_a_budget_and_momentum_go_with_kept_forms(moments: str, monkeypatch: pyt
         assert 0 <= max(behind) <= 3 and peer.reports[-1].committed
 
 
-def test_merging_moves_a_slot_by_the_same_bits_on_all_of_its_holders() -> None:
+def test_merging_moves_a_slot_by_the_same_bits_on_all_of_its_holders():
     """It sees slots as all peers have them, also those that it holds in fp32."""
     run = run_of("int8", total=3)
     merging = run.model_copy(update={"merge": run.merge.model_copy(update={"alpha": 0.2, "top_k": 2})})

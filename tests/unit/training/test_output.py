@@ -2,7 +2,6 @@
 
 import multiprocessing
 import threading
-from pathlib import Path
 
 import pytest
 from in_a_fork import in_a_fork
@@ -18,7 +17,7 @@ from spes_p2p.swarm.p2p.identity import Identity
 
 @pytest.mark.parametrize("second", [fresh_output, alone_in])
 @pytest.mark.parametrize("first", [fresh_output, alone_in])
-def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: Path, first, second):
+def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path, first, second):
     """A resumed peer looks its versions over, and deletes what it does not know of."""
 
     def start() -> str:
@@ -37,7 +36,7 @@ def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: 
     assert in_a_fork(start) == "it has started"
 
 
-def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_path: Path) -> None:
+def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_path):
     output = tmp_path / "output"
     with pytest.raises(JoinError), fresh_output(output):
         (output / "identity.key").touch()
@@ -53,7 +52,7 @@ def test_a_start_that_fails_leaves_nothing_and_one_that_succeeds_everything(tmp_
     assert {path.name for path in output.iterdir()} == {"identity.key", ".lock"}
 
 
-def test_no_other_user_of_the_machine_reads_an_output_or_a_cache(tmp_path: Path) -> None:
+def test_no_other_user_of_the_machine_reads_an_output_or_a_cache(tmp_path):
     watched = MonitorConfig(run_id="run", initial_peers=["x"], output=tmp_path / "monitor")
     cached = cache_folder(tmp_path / "cache", "tokens")
     with fresh_output(tmp_path / "runs" / "peer"), own_output(watched) as seen:
@@ -61,7 +60,7 @@ def test_no_other_user_of_the_machine_reads_an_output_or_a_cache(tmp_path: Path)
             assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
+def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path):
     """They may live on for a moment when it is killed, and it is started again at once."""
     with alone_in(tmp_path):
         lives = multiprocessing.get_context("fork").Event()
@@ -76,7 +75,7 @@ def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
         fork.join()
 
 
-def test_a_directory_with_a_key_alone_is_nothing_to_resume_and_its_key_is_pointed_out(tmp_path: Path) -> None:
+def test_a_directory_with_a_key_alone_is_nothing_to_resume_and_its_key_is_pointed_out(tmp_path):
     Identity(tmp_path / "identity.key")
     with pytest.raises(JoinError, match=f"nothing of run 'run' to resume.*--identity {tmp_path / 'identity.key'}"):
         kept(PeerConfig(run_id="run", output=tmp_path, resume=True))

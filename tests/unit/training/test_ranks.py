@@ -234,7 +234,7 @@ print(kept - resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_a_steps_memory_is_kept_for_the_next_step_and_given_back_when_told() -> None:
+def test_a_steps_memory_is_kept_for_the_next_step_and_given_back_when_told():
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, check=True, text=True)
     stock, kept, given_back = map(int, done.stdout.split())
     pages = 64 * 2**21 // 4096
@@ -271,7 +271,7 @@ for block in (nullcontext(), freed_at_once()):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_what_is_read_and_not_kept_leaves_no_holes_between_what_is() -> None:
+def test_what_is_read_and_not_kept_leaves_no_holes_between_what_is():
     done = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, check=True, text=True)
     plain, at_once = map(float, done.stdout.split())
     assert at_once < 1.1 < 1.3 < plain, "of what is kept"

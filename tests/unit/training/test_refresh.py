@@ -11,7 +11,7 @@ SIZES = {"num_slots": st.integers(1, 40), "budget": st.integers(1, 45)}
 
 
 @given(**SIZES, data=st.data())
-def test_no_slot_lies_behind_by_more_than_the_bound_whatever_is_routed_where(num_slots, budget, data) -> None:
+def test_no_slot_lies_behind_by_more_than_the_bound_whatever_is_routed_where(num_slots, budget, data):
     bound = staleness_bound(num_slots, budget)
     assert bound <= -(-2 * num_slots // budget)
     behind = dict.fromkeys(range(num_slots), 1)
@@ -24,7 +24,7 @@ def test_no_slot_lies_behind_by_more_than_the_bound_whatever_is_routed_where(num
 
 
 @given(**SIZES, data=st.data())
-def test_from_any_backlog_it_gets_back_below_the_bound(num_slots, budget, data) -> None:
+def test_from_any_backlog_it_gets_back_below_the_bound(num_slots, budget, data):
     """After failed fetches, or a night asleep."""
     bound = staleness_bound(num_slots, budget)
     behind = {slot: data.draw(st.integers(1, 100)) for slot in range(num_slots)}
@@ -34,13 +34,13 @@ def test_from_any_backlog_it_gets_back_below_the_bound(num_slots, budget, data) 
     assert max(behind.values()) <= bound
 
 
-def test_half_goes_to_where_tokens_are_routed_and_the_rest_in_turn() -> None:
+def test_half_goes_to_where_tokens_are_routed_and_the_rest_in_turn():
     behind = {0: 3, 1: 2, 2: 1, 3: 1, 4: 2, 5: 1, 6: 1, 7: 1}
     assert staleness_bound(8, 4) == 4
     assert choose(behind, {2: 5, 6: 50, 7: 10}, 4) == (0, 1, 6, 7)
     assert choose(behind | {5: 4, 3: 4}, {2: 5, 6: 50, 7: 10}, 4) == (0, 3, 5, 6), "those at the bound come first"
 
 
-def test_a_budget_for_all_fetches_all() -> None:
+def test_a_budget_for_all_fetches_all():
     assert choose(dict.fromkeys((3, 1, 2), 1), {}, 3) == choose(dict.fromkeys((3, 1, 2), 1), {}, 9) == (1, 2, 3)
     assert choose({}, {}, 2) == ()

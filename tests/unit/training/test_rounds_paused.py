@@ -68,7 +68,7 @@ def check_others(peers: list[VirtualPeer]) -> None:
 
 # Full: rounds of fixed steps, where the pause is not in the round's length; the next test pauses in those.
 @pytest.mark.parametrize("times", [pytest.param(BY_STEPS, marks=pytest.mark.full), BY_TOKENS], ids=["steps", "tokens"])
-def test_a_paused_peer_hands_its_slots_over_votes_and_trains_again_after_a_round(times: dict) -> None:
+def test_a_paused_peer_hands_its_slots_over_votes_and_trains_again_after_a_round(times):
     run = tiny_run(round=RoundConfig(**{**TIMES, **times}))
     peers, owner = live(run, lambda peers: 3 <= peers[2].sync.round < 6)
     check_others(peers)
@@ -103,7 +103,7 @@ def check_versions(peers: list[VirtualPeer]) -> None:
     assert all(torch.equal(vectors[0], vector) for vector in vectors)
 
 
-def test_a_peer_that_pauses_in_the_middle_of_a_round_brings_what_it_has() -> None:
+def test_a_peer_that_pauses_in_the_middle_of_a_round_brings_what_it_has():
     run = tiny_run(round=RoundConfig(**{**TIMES, **BY_STEPS, "steps": 6}))
     peers, owner = live(run, lambda peers: peers[2].sync.round == 3 and peers[2].trainer.steps % 6 == 2)
     check_others(peers)
@@ -111,7 +111,7 @@ def test_a_peer_that_pauses_in_the_middle_of_a_round_brings_what_it_has() -> Non
     assert tokens[4] == tokens[3] // 3 and not owner.paused_steps
 
 
-def test_a_peer_that_starts_paused_votes_and_trains_once_it_is_resumed() -> None:
+def test_a_peer_that_starts_paused_votes_and_trains_once_it_is_resumed():
     run = tiny_run(round=RoundConfig(**{**TIMES, **BY_STEPS}))
     peers, owner = live(run, lambda peers: peers[2].sync.round < 3)
     check_others(peers)
@@ -120,14 +120,14 @@ def test_a_peer_that_starts_paused_votes_and_trains_once_it_is_resumed() -> None
     check_versions(peers)
 
 
-def test_a_peer_that_finishes_ends_after_its_round_and_the_others_go_on() -> None:
+def test_a_peer_that_finishes_ends_after_its_round_and_the_others_go_on():
     run = tiny_run(round=RoundConfig(**{**TIMES, **BY_STEPS}))
     peers, _ = live(run, lambda peers: False, ends=lambda peers: peers[2].sync.round >= 4)
     check_others(peers)
     assert [report.round for report in peers[2].reports] == [1, 2, 3, 4] and peers[2].loop.is_ended
 
 
-def test_peers_that_are_all_paused_end_no_round() -> None:
+def test_peers_that_are_all_paused_end_no_round():
     """Rounds that no peer trains are not committed, so a pause of all costs the run none."""
     run = tiny_run(round=RoundConfig(**{**TIMES, **BY_TOKENS, "total": 3, "min_peers": 1, "lease_seconds": 600.0}))
     world = World()
@@ -155,7 +155,7 @@ class LateOnce(VirtualSwarm):
         return None
 
 
-def test_a_paused_voter_that_misses_a_meeting_lets_the_others_redo_the_round() -> None:
+def test_a_paused_voter_that_misses_a_meeting_lets_the_others_redo_the_round():
     """It went on without a word, and the other waited for its vote until the run shrank."""
     times = {**TIMES, **BY_TOKENS, "min_peers": 2, "lease_seconds": 600.0, "shrink_seconds": 3000.0}
     run, world = tiny_run(round=RoundConfig(**times)), World()

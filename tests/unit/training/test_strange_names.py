@@ -39,7 +39,7 @@ class Holder:
 
 
 @pytest.fixture
-def world() -> World:
+def world():
     return World()
 
 
@@ -86,9 +86,7 @@ class Liar(VirtualSwarm):
 
     def agree(self, contribution: Contribution, stage: Callable, **when: Any) -> Body | None:
         member, name = contribution.member, VectorName.of_slot(STRANGE)
-        told = {
-            "slots": (*member.slots, STRANGE),
-        }
+        told = {"slots": (*member.slots, STRANGE)}
         slot = contribution.deltas[VectorName.of_slot(member.slots[0])]
         lie = Contribution(member.model_copy(update=told), {**contribution.deltas, name: slot})
 

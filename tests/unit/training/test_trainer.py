@@ -7,7 +7,6 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -384,7 +383,7 @@ def kept_here(param: Tensor) -> Tensor:
         pytest.param(1, "ddp", id="microbatches-checkpointed-ddp", marks=pytest.mark.full),
     ],
 )
-def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path: Path):
+def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
