@@ -1,7 +1,5 @@
 """Peers are dealt each window of shared data once an epoch, whatever becomes of them."""
 
-from __future__ import annotations
-
 import at_most_once
 import pytest
 from at_most_once import history, settings, steady

@@ -1,7 +1,5 @@
 """What users get wrong before anything starts: one line that names the value and the remedy."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

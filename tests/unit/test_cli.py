@@ -1,7 +1,5 @@
 """Flags over environment over YAML over defaults; whatever does not fit is one line that names value and remedy."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

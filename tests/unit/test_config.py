@@ -1,7 +1,5 @@
 """The settings that ship load, and every setting of a run explains itself and survives the manifest."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

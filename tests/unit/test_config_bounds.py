@@ -1,7 +1,5 @@
 """A founder may choose any setting within its bounds: it is refused by name, or everything that uses it works."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import math

@@ -1,7 +1,5 @@
 """Before a volunteer's machine reads what a stranger's manifest names, its user has seen what, and has agreed."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

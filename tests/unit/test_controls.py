@@ -1,7 +1,5 @@
 """What a peer does by its owner's wish and rules: a table of twenty states in virtual time, and the owner of both."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import math

@@ -1,7 +1,5 @@
 """The evaluation command, on a tiny random stock OLMoE."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

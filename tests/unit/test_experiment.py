@@ -1,7 +1,5 @@
 """What a resumed experiment starts, wherever it was interrupted: also before its peers had anything to go on with."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -9,8 +9,6 @@ After a change that should change results, rewrite them and say in the commit wh
 This file is a program, too: `python tests/unit/test_golden_runs.py` measures the runs named on its standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Each guard's mark says how to remove it, and the tool that removes guards edits and notes what it says."""
 
-from __future__ import annotations
-
 import ast
 
 import guards

@@ -1,7 +1,5 @@
 """A peer is healthy while it saves rounds as often as its run's settings let it, or while its owner has paused it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

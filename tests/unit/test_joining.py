@@ -1,7 +1,5 @@
 """What a peer decides before it takes part."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 

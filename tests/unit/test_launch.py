@@ -1,7 +1,5 @@
 """Variables of schedulers and launchers: what they mean to a peer, and one line where they do not fit together."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

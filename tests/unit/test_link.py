@@ -1,7 +1,5 @@
 """A run in one word: what a volunteer pastes is the run that was meant, or it is refused in a line."""
 
-from __future__ import annotations
-
 import base64
 import tracemalloc
 import zlib

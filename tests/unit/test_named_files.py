@@ -1,7 +1,5 @@
 """Files that a person names: what exists is taken as it is called, and what is not found is said with the remedy."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A peer's page follows the records beside the training, and misses no report of its own."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.request

@@ -1,7 +1,5 @@
 """Parameters, bytes and slots, against what PyTorch and the peer's own code really hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """`spes plan`: its table, and one line with exit code 2 where a plan does not fit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

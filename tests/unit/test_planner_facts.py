@@ -1,7 +1,5 @@
 """The shipped SPES models cost what the peer study derived for them (facts: field 2.1), and what the issue asks for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Free memory is the system's, or what a container's limit leaves of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

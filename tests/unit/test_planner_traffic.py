@@ -1,7 +1,5 @@
 """Bytes and seconds of a round, against what simulated peers move and the bound of the WAN study."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import mean
 

@@ -1,7 +1,5 @@
 """The settings in `configs/tune_*.yaml` fit the cards that they are for, and adapters cost what they should."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Any text is shown as text."""
 
-from __future__ import annotations
-
 from spes_p2p import presentation
 
 

@@ -1,7 +1,5 @@
 """The requirements and the constraints go together on each Python that this project names."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

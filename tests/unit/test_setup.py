@@ -3,8 +3,6 @@
 It runs on a project of its own, whose build needs no network.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Virtual time: a loop that waits for nothing, one peer's thread at a time, and an end whatever happens."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """Streams and records of virtual peers: delays, losses, cuts, leases, and the same again from the same seed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Coroutine

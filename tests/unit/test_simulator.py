@@ -1,7 +1,5 @@
 """Simulations: what befalls virtual peers, the same way each time."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Constant churn: which peers are replaced and when, and what the simulator does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Unequal machines: slow ones, and ones that pause for a while. No peer waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped SPES configs have SPES's released settings, and SPES's names lead to ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

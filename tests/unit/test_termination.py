@@ -1,7 +1,5 @@
 """SIGTERM bounds a process's end, whatever its main thread does. Real processes, real signals."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

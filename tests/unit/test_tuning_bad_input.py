@@ -4,8 +4,6 @@ Each case is the real command in this process; it ends before a node starts. Con
 `data/test_chat_bad_input.py`, settings of a config.json in `model/test_start.py`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Upcycled mixtures compute what the dense model computed, are the same bytes for the same seed, or are refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """An installed wheel works outside a checkout: it holds its configs, and its command finds them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

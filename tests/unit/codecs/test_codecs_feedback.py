@@ -1,7 +1,5 @@
 """Error feedback: nothing that rounding leaves over is lost, and it does not pile up."""
 
-from __future__ import annotations
-
 import errno
 import sys
 

@@ -1,7 +1,5 @@
 """Formats: a vector of several segments, in parts or whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Codecs: what comes back, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Kept forms: the same bytes everywhere, and the same again of what they hold."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

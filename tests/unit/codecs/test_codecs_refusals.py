@@ -1,7 +1,5 @@
 """Codecs refuse values that have no use, and bytes that no peer can have written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import assume, given

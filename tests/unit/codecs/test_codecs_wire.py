@@ -1,7 +1,5 @@
 """Codecs: the error of decoded values, and equal values on every machine."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

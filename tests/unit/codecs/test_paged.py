@@ -1,7 +1,5 @@
 """Vectors in files: the same values as in memory, of which little is in memory at a time."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small corpus of its own text and a tokenizer trained on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

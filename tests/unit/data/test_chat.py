@@ -1,7 +1,5 @@
 """Conversations as tokens: which are learned, by transformers' own rendering; hostile templates end in the child."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

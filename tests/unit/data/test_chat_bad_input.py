@@ -1,7 +1,5 @@
 """What users get wrong in conversations and templates: one line, exit code 2, and nothing begun."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import gzip

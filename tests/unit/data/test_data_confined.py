@@ -1,7 +1,5 @@
 """Tokenizers that strangers have built to harm: refused by the part's name, or ended in their own process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

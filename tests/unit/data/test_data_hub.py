@@ -1,7 +1,5 @@
 """What a stranger's manifest can name: public tables of text on a hub, and no file of the machine that reads it."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow

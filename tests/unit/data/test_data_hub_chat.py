@@ -1,7 +1,5 @@
 """Conversations on the hub, which are read as those in local files are."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

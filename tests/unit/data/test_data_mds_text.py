@@ -1,7 +1,5 @@
 """MDS shards of text, as MosaicML's own writer has written them (tests/fixtures/shards/make.py)."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

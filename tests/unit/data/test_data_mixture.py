@@ -1,7 +1,5 @@
 """Several sources with weights: which window a position is, so that each counts once an epoch of its source."""
 
-from __future__ import annotations
-
 import shutil
 import tracemalloc
 from collections import Counter

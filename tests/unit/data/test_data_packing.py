@@ -1,7 +1,5 @@
 """Windows over a tokenised corpus: split, order, resume, cache."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

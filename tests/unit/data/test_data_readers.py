@@ -1,7 +1,5 @@
 """Readers of single files: compression, JSON arrays, ranges, and what is refused as text."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

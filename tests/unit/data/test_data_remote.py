@@ -1,7 +1,5 @@
 """Shards by HTTP and S3: verified, resumed, a founder's by https alone. The servers are aiohttp's and rclone's."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

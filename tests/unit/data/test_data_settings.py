@@ -1,7 +1,5 @@
 """Settings of a run's data: a folder in place of a hub data set, and what a chosen source does not read is said."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Token shards as other libraries wrote them (tests/fixtures/shards/make.py), and what is refused of them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The order of shared data: every window once an epoch, those of the loss gate never, and no table of it in memory."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 from collections import Counter

@@ -1,7 +1,5 @@
 """Documents and their split."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Streamed data sets, of a server on loopback that speaks the hub's API."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

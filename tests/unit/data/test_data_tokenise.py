@@ -1,7 +1,5 @@
 """`spes tokenize`: the same bytes however it is made, what is left out, and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """The tokenizer: training, caching, and untrusted payloads."""
 
-from __future__ import annotations
-
 import copy
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Packing: what windows hold of documents, in the four ways, and where they say that a document begins."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint of the hub is downloaded by its commit, without code and pickles, and read like a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Text stays text and documents begin as the tokenizer's own encoding does, in every path and family of tokenizers."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Tiny models, and stock Hugging Face models with the same weights to hold them against."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checkpoints import MIXTURES

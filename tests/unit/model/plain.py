@@ -1,7 +1,5 @@
 """The experts in the plainest way: one token and one expert at a time, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Adapters compute and learn as a model with their products added to its weights, over a base that stays frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

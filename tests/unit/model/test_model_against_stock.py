@@ -1,7 +1,5 @@
 """A swapped model computes, learns and exports what the stock one does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

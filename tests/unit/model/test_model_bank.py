@@ -1,7 +1,5 @@
 """The expert bank: adopting and releasing experts, and what it costs."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

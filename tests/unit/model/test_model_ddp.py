@@ -1,7 +1,5 @@
 """Two ranks under DDP learn what one process does with both their batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

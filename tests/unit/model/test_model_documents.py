@@ -1,7 +1,5 @@
 """Documents in one sequence do not see each other, and padding counts for nothing: against each document alone."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Frozen storage: what comes back, how much it takes, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Initial weights: any tensor can be drawn alone, as stock distributes it, in little more memory than it keeps."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

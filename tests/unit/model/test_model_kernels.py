@@ -1,7 +1,5 @@
 """Kernels: all of them compute the plain sum and its gradients, keep little, and say when they cannot work."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Balance, z and language-model losses against their formulas and stock."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

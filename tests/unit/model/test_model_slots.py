@@ -1,7 +1,5 @@
 """Slots: building, loading, adopting and releasing."""
 
-from __future__ import annotations
-
 import copy
 import os
 

@@ -1,7 +1,5 @@
 """Adapters go to peft and come from it without loss, and what a run cannot go on from is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run starts from the `config.json` of released checkpoints as published, and its export computes the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

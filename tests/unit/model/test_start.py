@@ -1,7 +1,5 @@
 """A run that starts from a checkpoint computes and trains as stock does, loses no setting, or is refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

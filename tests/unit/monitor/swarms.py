@@ -1,7 +1,5 @@
 """Records of peers that exist only in a test."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The model of a round, out of a peer's folder: that round's, slot by slot, and nothing else touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

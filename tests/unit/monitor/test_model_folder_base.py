@@ -1,7 +1,5 @@
 """The export of a run over a checkpoint has what the checkpoint had, also where the checkpoint itself is not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A monitor touches nothing that it did not write itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

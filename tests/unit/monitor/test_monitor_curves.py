@@ -1,7 +1,5 @@
 """W&B, TensorBoard, Prometheus and metrics.jsonl tell the same numbers."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

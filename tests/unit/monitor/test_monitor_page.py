@@ -1,7 +1,5 @@
 """What the page shows of a view, and what of it is sent again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The page in a real Chromium: drawn, kept up to date, legible on a phone, accessible, and deaf to markup."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """The page's server over raw HTTP: what it refuses, what it sends, and that nothing of it is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import http.client

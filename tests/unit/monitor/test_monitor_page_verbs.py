@@ -1,7 +1,5 @@
 """The verbs of a peer's page over raw HTTP: what is refused, what is done, and that no other page has any."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

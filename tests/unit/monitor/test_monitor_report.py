@@ -1,7 +1,5 @@
 """The report stands alone: the page with its data inside, which loads nothing and runs no markup of others."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What a sink was given can be read back, once, also after a crash."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tasks during a run: a process of their own gives `spes evaluate`'s numbers, and costs the watch nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """What is read back from a place is what was uploaded, and no upload stops or slows a watch."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

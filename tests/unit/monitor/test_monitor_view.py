@@ -1,7 +1,5 @@
 """The view is a fold: what it says depends on certificates and records alone, and on no single peer's word."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

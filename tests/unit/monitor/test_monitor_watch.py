@@ -1,7 +1,5 @@
 """The watch against a scripted swarm: what it does about silence, stale models and the end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Each inner optimizer makes its paper's or library's steps, and its moments are what the averaging takes them for."""
 
-from __future__ import annotations
-
 import sys
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Tiny sweeps, and results made up for those that test arithmetic and reports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

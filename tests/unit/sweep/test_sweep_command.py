@@ -1,7 +1,5 @@
 """`spes_p2p simulate`: what is finished stays, what changed is made again, and the exit code tells."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

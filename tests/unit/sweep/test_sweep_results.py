@@ -1,7 +1,5 @@
 """What is kept of a run is what the simulation did; a kept run counts if its settings are the sweep's; the table."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

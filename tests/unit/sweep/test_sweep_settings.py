@@ -1,7 +1,5 @@
 """A sweep is read whole or refused in one line, before anything runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args

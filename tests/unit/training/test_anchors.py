@@ -1,7 +1,5 @@
 """Anchors step as the outer optimizer says, and what is published of them is all that a newcomer needs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A restarted peer goes on as if it had never stopped: from the newest checkpoint that is whole, whatever happened."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

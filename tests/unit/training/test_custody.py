@@ -1,7 +1,5 @@
 """A slot outlives its last holder, because other peers keep it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from virtual import VirtualPeer, World, make_peer, peer_id, run_peers, tiny_run

@@ -1,7 +1,5 @@
 """How much shared data a peer asks for, and what it trains beside its share."""
 
-from __future__ import annotations
-
 from virtual import World, tiny_run
 
 from spes_p2p.config import DataConfig

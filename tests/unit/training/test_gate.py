@@ -1,7 +1,5 @@
 """What others publish of their slots is put to use only if the model does not get worse by it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A peer that joins or comes back takes over what the last certificate names, whatever the others offer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slots travel in the form in which they are kept: only holders and replicas have fp32 versions."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence

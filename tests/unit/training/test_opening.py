@@ -1,7 +1,5 @@
 """What a peer begins with: the run's start only where nobody has anything later."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from functools import partial

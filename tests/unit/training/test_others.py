@@ -1,7 +1,5 @@
 """Certificates say where a newcomer, or a peer that has fallen behind, finds its place; no other peer's word does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """Every rank does what the leader does, and ends as it ends; one process alone needs no group at all."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """A peer that fetches some of the others' slots in a round falls behind with none of them for good."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Whole rounds of real trainers in virtual time, while the owner of one peer pauses it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

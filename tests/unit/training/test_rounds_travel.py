@@ -1,7 +1,5 @@
 """What a round publishes leads those who do not hold it to the same bits, whatever it costs in bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

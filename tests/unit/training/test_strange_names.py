@@ -1,7 +1,5 @@
 """Names of versions that the run does not have cost the other peers nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

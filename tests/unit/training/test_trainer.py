@@ -1,7 +1,5 @@
 """How a batch is split over ranks and microbatches does not change what is learnt."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
