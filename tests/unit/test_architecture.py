@@ -31,20 +31,8 @@ DEFINING_CALLS = {
     *("Field", "ConfigDict", "StringConstraints", "TypeAdapter"),
     *("AfterValidator", "BeforeValidator", "PlainValidator", "TaskGroup", "WrapValidator"),
     *(
-        "frozenset",
-        "tuple",
-        "dict",
-        "set",
-        "len",
-        "range",
-        "zip",
-        "VectorName",
-        "ShardFormat",
-        "float",
-        "compile",
-        "Struct",
-        "MappingProxyType",
-        "timedelta",
+        *("frozenset", "tuple", "dict", "set", "len", "range", "zip", "VectorName", "ShardFormat", "float"),
+        *("compile", "Struct", "MappingProxyType", "timedelta"),
     ),
 }
 

@@ -64,9 +64,6 @@ def yaml_file(tmp_path):
     return write
 
 
-# ---------------------------------------------------------------------- where a value comes from
-
-
 def test_flags_beat_environment_beats_yaml_beats_defaults(yaml_file, monkeypatch):
     config = yaml_file("run_id: from-yaml\nport: 1001\nmax_slots: 1\nhost: 127.0.0.2\n")
     monkeypatch.setenv("SPES_PORT", "1002")
@@ -174,9 +171,6 @@ def test_every_list_flag_takes_several_words():
     assert experiment.text == [Path("a"), Path("b")]
 
 
-# ---------------------------------------------------------------------- what does not fit (see test_bad_input.py, too)
-
-
 def one_line(words: list[str], cls=PeerConfig) -> str:
     with pytest.raises(ConfigError) as raised:
         load_settings(cls, words)
@@ -214,9 +208,6 @@ def test_a_toml_file_gives_the_same_settings_as_yaml(tmp_path, yaml_file):
         assert said in one_line(["--run-id", "r", "--config", str(path)])
 
 
-# ---------------------------------------------------------------------- exit codes
-
-
 @pytest.fixture
 def restored_signals():
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
@@ -250,8 +241,7 @@ def test_a_commands_end_is_its_exit_code(main, code, stderr, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["run_peer.py", "--run-id", "r"])
     with pytest.raises(SystemExit) as ended:
         entry_point(PeerConfig, main)
-    assert ended.value.code == code
-    assert capsys.readouterr().err == stderr
+    assert ended.value.code == code and capsys.readouterr().err == stderr
 
 
 def test_an_interrupt_counts_even_where_a_shell_has_had_it_ignored(monkeypatch, restored_signals):
@@ -295,8 +285,6 @@ def test_an_interrupt_during_a_fork_counts(tmp_path):
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (130, "forked\n"), ended.stderr
 
-
-# ---------------------------------------------------------------------- the one command, its help and its speed
 
 MAX_ANSWER_SECONDS = 3.0
 """CPU time until a command answers `--help` or a wrong flag. It takes a quarter of a second on an idle machine;
@@ -347,8 +335,7 @@ def test_a_mistyped_command_is_told_the_right_one():
 def test_a_commands_help_fits_two_screens_and_names_its_flags(name):
     settings = getattr(commands, COMMANDS[name][0])
     text = help_text(settings, "--help", 80, f"spes {name}")
-    assert len(text.splitlines()) <= SCREENS
-    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= SCREENS and max(map(len, text.splitlines())) <= 80
     assert f"usage: spes {name}" in text
     own = [flag for flag in all_flags(settings) if not flag.section]
     assert own and all(flag.names[-1] in text for flag in own)

@@ -216,8 +216,6 @@ def test_no_command_takes_an_unknown_setting():
         Command(hub_token="a secret")
 
 
-# ---------------------------------------------------------------------- a machine's choices
-
 NAMES = get_args(OptimizerName)
 
 

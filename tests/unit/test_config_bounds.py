@@ -242,13 +242,8 @@ def use(document: dict[str, Any], identity: Identity, loop: asyncio.AbstractEven
 
 def travels(run: RunConfig, identity: Identity) -> None:
     manifest = Manifest(
-        run_id="run",
-        founder=identity.peer_id,
-        software="0",
-        config=run,
-        vocab_size=run.data.vocab_size,
-        tokenizer_digest="0" * 64,
-        tokenizer_bytes=100,
+        **{"run_id": "run", "founder": identity.peer_id, "software": "0", "config": run},
+        **{"vocab_size": run.data.vocab_size, "tokenizer_digest": "0" * 64, "tokenizer_bytes": 100},
     )
     assert read_manifest(lambda name: manifest.encode()) == manifest and len(manifest.encode()) < MAX_DOCUMENT_BYTES
 
@@ -273,8 +268,7 @@ def plans(run: RunConfig) -> None:
             continue
         traffic = round_traffic(size, slots, 2, setup)
         assert math.isfinite(transfer_seconds(traffic, 1e-3, 1e-3).total) and disk_bytes(size, slots, 2, setup) > 0
-    assert shortage(size, min(1, size.num_slots), setup, 0)
-    assert math.isfinite(training_seconds(run, 2, 1e-3))
+    assert shortage(size, min(1, size.num_slots), setup, 0) and math.isfinite(training_seconds(run, 2, 1e-3))
 
 
 def waits(run: RunConfig, loop: asyncio.AbstractEventLoop) -> None:
@@ -301,14 +295,9 @@ def rounds(run: RunConfig, identity: Identity, speed: float) -> None:
     steps = run.round.steps if run.round.mode == "steps" else 1
     tokens = steps * run.train.batch_size * run.data.sequence_length
     member = Member(
-        peer_id=peer,
-        round=last,
-        tokens=clamp_tokens(tokens, 1e12, run.round.max_seconds),
-        slots=(run.model.num_experts - 1,),
-        previous="0" * 64,
-        tokens_per_second=speed,
-        ready_at=now,
-        sync_seconds=min(run.round.averaging_seconds, 3600.0),
+        **{"peer_id": peer, "round": last, "tokens": clamp_tokens(tokens, 1e12, run.round.max_seconds)},
+        **{"slots": (run.model.num_experts - 1,), "previous": "0" * 64, "tokens_per_second": speed},
+        **{"ready_at": now, "sync_seconds": min(run.round.averaging_seconds, 3600.0)},
     )
     assert Member.model_validate_json(member.model_dump_json()) == member and member.tokens == tokens
     ends_at = round_end(run.round, 1, run.round_tokens, [member])

@@ -23,13 +23,8 @@ class Terminal(io.StringIO):
 def manifest_of(**data) -> Manifest:
     config = RunConfig.model_validate({"data": data})
     return Manifest(
-        run_id="run",
-        founder=FOUNDER,
-        software="0.1",
-        config=config,
-        vocab_size=300,
-        tokenizer_digest="0" * 64,
-        tokenizer_bytes=100,
+        **{"run_id": "run", "founder": FOUNDER, "software": "0.1", "config": config, "vocab_size": 300},
+        **{"tokenizer_digest": "0" * 64, "tokenizer_bytes": 100},
     )
 
 
@@ -52,8 +47,7 @@ def ask(monkeypatch, manifest, answer=None, **settings) -> None:
 def test_nothing_is_read_without_a_yes(hub, monkeypatch, capsys, answer):
     with pytest.raises(ConfigError, match="nothing was read"):
         ask(monkeypatch, manifest_of(source="hub", name="alice/texts"), answer)
-    assert "[y/N]" in capsys.readouterr().err
-    assert not any("/resolve/" in path for path in hub.asked)
+    assert "[y/N]" in capsys.readouterr().err and not any("/resolve/" in path for path in hub.asked)
 
 
 @pytest.mark.parametrize("answer", ["y\n", "Yes\n"])

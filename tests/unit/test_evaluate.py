@@ -41,18 +41,9 @@ def checkpoint(tmp_path_factory):
     tokenizer = train_bpe([" ".join(random.Random(i).choices(words, k=40)) for i in range(20)], 280)
     torch.manual_seed(0)
     shape = OlmoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=1024,
-        pad_token_id=0,
-        eos_token_id=0,
-        bos_token_id=0,
+        **{"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"max_position_embeddings": 1024, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0},
     )
     OlmoeForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -120,8 +111,7 @@ def test_without_text_the_embedded_held_out_part_is_evaluated(checkpoint):
     assert [(row.subject, row.name) for row in rows] == [
         ("embedded held-out", name) for name in ("loss", "perplexity", "tokens")
     ]
-    assert rows[2].value == 5 * 32
-    assert re.search(r"\| embedded held-out \| +\| loss ", evaluate.table(rows))
+    assert rows[2].value == 5 * 32 and re.search(r"\| embedded held-out \| +\| loss ", evaluate.table(rows))
 
 
 def test_a_sequence_has_no_more_tokens_than_the_checkpoint_allows(checkpoint, tmp_path):
@@ -185,13 +175,8 @@ def test_models_of_other_families_are_measured_too_and_too_long_a_sequence_is_na
     """A composite model has no `vocab_size` of its own, and GPT-2 learns its positions."""
     tokenizer = evaluate.load_checkpoint(checkpoint)[1]
     gemma = Gemma3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=1,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
+        **{"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
     )
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     whole = Gemma3Config(text_config=gemma, vision_config=vision, mm_tokens_per_image=4)

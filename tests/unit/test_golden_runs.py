@@ -103,9 +103,6 @@ SECONDS += ("other_seconds",)
 """Of a report: virtual in a simulation, and the clock's elsewhere."""
 
 
-# ---------------------------------------------------------------------- the library
-
-
 def settings(changes: Mapping[str, Mapping[str, Any]]) -> Any:
     from spes_p2p.config import RunConfig
 
@@ -246,9 +243,6 @@ def lone_peer(
     }
 
 
-# ---------------------------------------------------------------------- runs
-
-
 def resumed(folder: Path) -> dict[str, Any]:
     """A peer that was interrupted after its second round goes on from its checkpoint."""
     run = settings({"codecs": FEW_BITS, "outer": {"optimizer": "nesterov"}, "round": {"total": 4}})
@@ -303,9 +297,6 @@ def bits(tensor: Any) -> str:
 
 def short(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-# ---------------------------------------------------------------------- this machine's arithmetic
 
 
 def probe() -> dict[str, str]:
@@ -373,9 +364,6 @@ def four_bits() -> Iterable[Any]:
     for dtype in (torch.float32, torch.bfloat16):
         state = functional.QuantState(scales, torch.Size((16, 64)), code, blocksize=64, quant_type="nf4", dtype=dtype)
         yield functional.dequantize_4bit(packed.view(-1, 1), state).float()
-
-
-# ---------------------------------------------------------------------- a process whose arithmetic is pinned
 
 
 def main() -> None:
@@ -477,9 +465,6 @@ def rewritten(arithmetic, request):
     old = record.get("runs", {}) if record.get("probe") == arithmetic else {}
     runs = {name: run for name in NAMES if (run := measured.get(name, old.get(name)))}
     RECORD.write_text(json.dumps({"probe": arithmetic, "runs": runs}, indent=1) + "\n")
-
-
-# ---------------------------------------------------------------------- tests
 
 
 def of_this_run(probe: Mapping[str, str], name: str) -> dict[str, str]:

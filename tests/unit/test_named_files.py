@@ -77,9 +77,6 @@ def test_what_is_not_found_is_said_with_the_place_and_the_remedy(folder, find):
         find([Path("absent")])
 
 
-# ---------------------------------------------------------------------- flags in errors
-
-
 def said_by(cls, monkeypatch, capsys, argv: list[str], run) -> str:
     """Return what a command prints when its work ends with an error."""
     with pytest.raises(SystemExit) as ended:

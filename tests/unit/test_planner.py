@@ -53,16 +53,11 @@ def small_model(**changes: Any) -> ModelConfig:
 def stock_model(model: ModelConfig) -> torch.nn.Module:
     """The plain Hugging Face class of the same shapes, without memory behind it."""
     common: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.hidden_size // model.num_heads,
-        "intermediate_size": model.intermediate_size,
-        "num_experts_per_tok": model.top_k,
-        "tie_word_embeddings": model.tie_embeddings,
-        "pad_token_id": None,
+        **{"vocab_size": VOCAB, "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers},
+        **{"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
+        **{"head_dim": model.hidden_size // model.num_heads, "intermediate_size": model.intermediate_size},
+        **{"num_experts_per_tok": model.top_k, "tie_word_embeddings": model.tie_embeddings},
+        **{"pad_token_id": None},
     }
     with torch.device("meta"):
         if model.family == "olmoe":
@@ -80,9 +75,6 @@ def slot_model(
     return build_slot_model(model, **shape, storage=storage, attention=attention)
 
 
-# ---------------------------------------------------------------------- parameters
-
-
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
@@ -94,9 +86,6 @@ def test_counts_what_stock_hugging_face_builds(family, tied, num_kv_heads):
     assert size.num_slots * size.slot_params == expert_params
     assert size.shared_params == sum(p.numel() for p in params.values()) - expert_params
     assert size.total_params == sum(p.numel() for p in params.values())
-
-
-# ---------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("claimed", [0, 2, 5])
@@ -224,8 +213,7 @@ def test_vectors_are_those_that_a_round_holds():
     plan = peer_memory(SIZE, 2, local)
     assert plan.vectors == 0  # anchors lie on the disk
     # The averager's inputs, where the contribution is made, its outputs, and what is published.
-    assert plan.round_vectors == 4 * (2 + 1) * trained
-    assert plan.training_bytes == 16 * trained + 4 * frozen
+    assert plan.round_vectors == 4 * (2 + 1) * trained and plan.training_bytes == 16 * trained + 4 * frozen
     assert plan.round_bytes == 12 * trained + 4 * frozen + plan.round_vectors
     wide = replace(SIZE, shared_params=10, slot_params=900)
     assert peer_memory(wide, 1, local).round_vectors == 4 * (2 * 910 + 3 * 900)  # a slot that is fetched
@@ -308,19 +296,11 @@ def test_a_gpu_holds_what_is_trained_and_the_host_the_rounds_vectors():
     assert gpu.host_bytes == max(gpu.round_vectors, gpu.startup_bytes) > gpu.device_bytes
 
 
-# ---------------------------------------------------------------------- slots
-
-
 @given(
-    shared=st.integers(0, 10**12),
-    slot=st.integers(1, 10**11),
-    num_slots=st.integers(1, 64),
-    storage=st.sampled_from(get_args(Storage)),
-    optimizer=st.sampled_from(get_args(OptimizerName)),
-    moments=st.integers(0, 2),
-    merges=st.booleans(),
-    on_gpu=st.booleans(),
-    memory=st.integers(0, 2**46),
+    **{"shared": st.integers(0, 10**12), "slot": st.integers(1, 10**11), "num_slots": st.integers(1, 64)},
+    **{"storage": st.sampled_from(get_args(Storage)), "optimizer": st.sampled_from(get_args(OptimizerName))},
+    **{"moments": st.integers(0, 2), "merges": st.booleans(), "on_gpu": st.booleans()},
+    **{"memory": st.integers(0, 2**46)},
 )
 def test_claims_as_many_slots_as_fit_and_not_one_more(
     shared, slot, num_slots, storage, optimizer, moments, merges, on_gpu, memory
@@ -334,8 +314,7 @@ def test_claims_as_many_slots_as_fit_and_not_one_more(
             slots_that_fit(size, setup, memory)
         return
     claimed = slots_that_fit(size, setup, memory)
-    assert needs[claimed - 1] <= memory
-    assert claimed == num_slots or needs[claimed] > memory
+    assert needs[claimed - 1] <= memory and (claimed == num_slots or needs[claimed] > memory)
 
 
 def test_on_a_gpu_both_memories_count():

@@ -73,8 +73,7 @@ def test_equal_scenarios_give_equal_digests_and_others_do_not(folder, mode):
     settings = {"round": round, "speeds": [64.0, 100.0, 150.0]}
     first, again, other = (run(folder, seed=seed, **settings) for seed in (3, 3, 4))
     assert first.digests == again.digests and first.reports == again.reports
-    assert first.evaluations == again.evaluations
-    assert first.virtual_seconds == again.virtual_seconds
+    assert first.evaluations == again.evaluations and first.virtual_seconds == again.virtual_seconds
     assert all(first.digests[n]["shared"] != other.digests[n]["shared"] for n in (1, 2, 3))
     assert_members_agree(first)
 
@@ -154,8 +153,7 @@ def test_a_full_peer_gives_up_a_slot_that_others_hold_for_an_orphan(folder, mome
 
 def test_a_leaver_hands_its_slots_back_at_once(folder):
     result = run(folder, round={"total": 5}, max_slots=[2, 2, 4], events=[Event(peer=2, kind="leave", round=2)])
-    assert rounds_of(result, 2) == [1, 2]
-    assert rounds_of(result, 0) == [1, 2, 3, 4, 5]
+    assert rounds_of(result, 2) == [1, 2] and rounds_of(result, 0) == [1, 2, 3, 4, 5]
     assert {*result.reports[0][3].slots, *result.reports[1][3].slots} == {0, 1, 2, 3}
     assert result.virtual_seconds < 5 * 6.0 + 8.0, "no peer waits for its lease to end"
     assert_members_agree(result)
@@ -175,8 +173,7 @@ def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder):
     result = run(folder, round={"total": 8}, events=[Event(peer=1, kind="join", round=3)])
     assert rounds_of(result, 0) == rounds_of(result, 2) == list(range(1, 9))
     joined = rounds_of(result, 1)
-    assert joined[0] > 3 and joined == list(range(joined[0], 9))
-    assert result.reports[1][-1].num_members == 3
+    assert joined[0] > 3 and joined == list(range(joined[0], 9)) and result.reports[1][-1].num_members == 3
     assert result.reports[1][-1].slots, "it holds slots"
     assert_members_agree(result)
 
@@ -212,8 +209,7 @@ def test_a_peer_that_can_get_the_model_from_no_other_fails_the_run_and_does_not_
 
 def test_whoever_starts_later_is_waited_for(folder):
     result = run(folder, starts=[0.0, 40.0, 0.0])
-    assert result.virtual_seconds > 40.0
-    assert [rounds_of(result, peer) for peer in range(3)] == [[1, 2, 3]] * 3
+    assert result.virtual_seconds > 40.0 and [rounds_of(result, peer) for peer in range(3)] == [[1, 2, 3]] * 3
 
 
 def test_a_group_with_nan_in_it_is_dropped_and_the_others_are_not(folder):
@@ -283,8 +279,7 @@ def test_evaluations_are_reported_as_they_are_made(plain):
 def test_settings_are_chosen_on_other_text_than_is_reported(folder, plain):
     reported, _ = plain
     tuning = run(folder, split="tuning")
-    assert reported.digests == tuning.digests
-    assert reported.evaluations[-1].loss != tuning.evaluations[-1].loss
+    assert reported.digests == tuning.digests and reported.evaluations[-1].loss != tuning.evaluations[-1].loss
 
 
 def test_each_peer_can_have_its_own_text(folder, tmp_path, plain):

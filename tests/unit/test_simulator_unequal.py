@@ -61,9 +61,6 @@ def meetings(monkeypatch):
     yield seen
 
 
-# ---------------------------------------------------------------------- slow machines
-
-
 @pytest.mark.full
 def test_a_round_lasts_as_long_as_all_speeds_together_take_for_its_tokens(folder):
     unequal, equal = (run(folder, speeds=speeds) for speeds in ([FAST, FAST, FAST, SLOW], FAST))
@@ -118,9 +115,6 @@ def test_nobody_waits_for_a_slow_peer_and_its_work_always_counts(folder, tokens)
         for report in reports:
             waited = report.matchmaking_seconds + report.averaging_seconds + report.exchange_seconds
             assert waited <= TINY["round"]["matchmaking_seconds"], "its last step is not waited for to the end"
-
-
-# ---------------------------------------------------------------------- machines that stand still
 
 
 LEASE, MATCHMAKING = 30.0, 3.0

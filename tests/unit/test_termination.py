@@ -50,8 +50,7 @@ class Process:
     def __init__(self, program: str) -> None:
         words = [sys.executable, "-c", PROGRAM + textwrap.dedent(program)]
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
+        assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
 
     def terminate(self, times: int = 1, pause: float = SAME_SECONDS + 3.0) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -329,9 +329,6 @@ def test_bad_data_are_named_with_the_remedy(refusal, world, case):
     assert re.search(says, error), error
 
 
-# ---------------------------------------------------------------------- spes export
-
-
 # Flags behind the folder of a peer of a run with adapters, and what the error says.
 EXPORTS: dict[str, tuple[Callable[[World], list[Any]], str]] = {
     "a checkpoint": (lambda w: [w.good / "olmoe"], r"olmoe is no folder of a peer or a monitor; name what their"),

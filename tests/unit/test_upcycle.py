@@ -45,12 +45,8 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    **{"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -194,14 +190,8 @@ def test_tokenizer_and_generation_settings_come_along(source, tmp_path):
 def test_a_runs_settings_can_describe_what_was_written(tmp_path, seed):
     output = upcycle(save(dense_model("qwen3", head_dim=8), tmp_path / "dense"), tmp_path / "out")
     model = ModelConfig(
-        family="qwen3_moe",
-        hidden_size=32,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        intermediate_size=48,
-        num_experts=4,
-        tie_embeddings=False,
+        **{"family": "qwen3_moe", "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2},
+        **{"intermediate_size": 48, "num_experts": 4, "tie_embeddings": False},
     )
     with torch.device("meta"):
         ours = AutoModelForCausalLM.from_config(hf_config(model, VOCAB, 128)).state_dict()
@@ -209,15 +199,11 @@ def test_a_runs_settings_can_describe_what_was_written(tmp_path, seed):
     assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
 
 
-# ---------------------------------------------------------------------- bad input
-
-
 def refused(source: Path, output: Path, error: type[SpesError], said: str, **changes: Any) -> None:
     existed = output.exists()
     with pytest.raises(error, match=said) as raised:
         upcycle(source, output, **changes)
-    assert "\n" not in str(raised.value)
-    assert output.exists() == existed
+    assert "\n" not in str(raised.value) and output.exists() == existed
     assert not list(output.parent.glob(f".{output.name}*"))
 
 

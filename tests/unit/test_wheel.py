@@ -82,8 +82,7 @@ def test_an_installed_wheel_works_outside_a_checkout_with_an_empty_home(installe
 
     where = run(installed / "python", "-c", "import spes_p2p; print(spes_p2p.__file__)").strip()
     assert Path(where).is_relative_to(installed.parent), "not the checkout's"
-    assert "spes local" in run("spes")
-    assert "[local_experiment]" in run("spes", "local", "--help")
+    assert "spes local" in run("spes") and "[local_experiment]" in run("spes", "local", "--help")
     assert "memory" in run("spes", "plan", "--config", "local_experiment", "--slots", "4")
 
 

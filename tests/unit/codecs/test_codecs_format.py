@@ -57,8 +57,7 @@ def test_the_whole_is_its_parts(segments, seed):
     whole, flat_N = Format(segments), vector(segments, seed)
     before_N = flat_N.clone()
     data = whole.encode(flat_N)
-    assert torch.equal(flat_N, before_N)
-    assert data.dtype == torch.uint8 and data.shape == (whole.num_bytes,)
+    assert torch.equal(flat_N, before_N) and data.dtype == torch.uint8 and data.shape == (whole.num_bytes,)
     decoded_N = whole.decode(data)
     assert decoded_N.dtype == torch.float32 and decoded_N.shape == flat_N.shape
     for part in whole.parts:
@@ -128,8 +127,7 @@ def test_moments_travel_in_rounds_that_are_multiples_of_their_interval():
     encoding = DeltaEncoding({"shared": [delta, first, second]})
     travelling = [encoding.format("shared", round).segments for round in range(7)]
     assert travelling[0] == travelling[6] == (delta, first, second)
-    assert travelling[1] == travelling[5] == (delta,)
-    assert travelling[2] == travelling[4] == (delta, first)
+    assert travelling[1] == travelling[5] == (delta,) and travelling[2] == travelling[4] == (delta, first)
     assert travelling[3] == (delta, second)
 
 

@@ -66,8 +66,7 @@ def test_the_form_of_what_a_form_holds_is_the_same_bytes(storage, values):
     if storage == "bf16" and not torch.isfinite(flat_N.bfloat16()).all():
         return  # refused, like infinity
     data = form.encode(flat_N)
-    assert torch.isfinite(form.values(data)).all()
-    assert torch.equal(form.encode(form.values(data)), data)
+    assert torch.isfinite(form.values(data)).all() and torch.equal(form.encode(form.values(data)), data)
     assert torch.equal(form.decode(data.numpy().tobytes()), data)
 
 
@@ -109,8 +108,7 @@ def test_bitsandbytes_makes_nearly_the_same_nf4(seed):
     flat_N = magnitudes(2**16)
     theirs, state = quantize_4bit(flat_N, blocksize=64, quant_type="nf4")
     packed, scales_B = quantise_nf4(flat_N)
-    assert torch.equal(state.absmax, scales_B)
-    assert (theirs.view(-1) != packed).float().mean() < 1e-3
+    assert torch.equal(state.absmax, scales_B) and (theirs.view(-1) != packed).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("storage", FORMS)

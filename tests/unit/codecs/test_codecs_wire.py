@@ -230,8 +230,7 @@ def test_a_processor_with_other_vectors_writes_and_reads_the_same_bytes(seed):
         )
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
-    assert outputs[0].count("\n") == len(CODECS) + len(FOR_MOMENTS)
-    assert outputs[0] == outputs[1]
+    assert outputs[0].count("\n") == len(CODECS) + len(FOR_MOMENTS) and outputs[0] == outputs[1]
 
 
 def test_a_digest_is_that_of_the_bytes_whatever_holds_them():

@@ -115,8 +115,6 @@ def test_a_template_whose_earlier_turns_change_is_refused_where_it_matters(confi
     assert sum(of(tokenizer, {"messages": CHAT[:3]})[1]), "a conversation of one reply can be learned"
 
 
-# ---------------------------------------------------------------------- hostile templates
-
 HOSTILE = {
     "a missing end": ("{% for m in messages %}", "malformed, line 1"),
     "an unknown tag": ("{% include 'x' %}", "fails: |malformed"),
@@ -189,9 +187,6 @@ def test_counts_that_do_not_add_up_are_refused(confined, monkeypatch):
     monkeypatch.setattr(tokenizer, "_receive", fewer)
     with pytest.raises(DataError, match="broke its process"):
         tokenizer.encode_records([{"messages": CHAT}])
-
-
-# ---------------------------------------------------------------------- files and windows
 
 
 @pytest.fixture
@@ -339,9 +334,6 @@ def test_unusable_rows_are_counted_and_left_out_where_asked(bpe, tmp_path, caplo
         token_file(data_of(path), bpe, paths=(), cache=tmp_path / "cache", part="train")
     token_file(data_of(path, skip_unusable=True), bpe, paths=(), cache=tmp_path / "cache", part="train")
     assert "left out 3 of 23 rows" in caplog.text and "line 21" in caplog.text
-
-
-# ---------------------------------------------------------------------- the founder's choices
 
 
 def test_a_run_takes_the_template_of_its_tokenizer_or_a_plain_one_and_packs_whole_conversations(bpe, chats, tmp_path):

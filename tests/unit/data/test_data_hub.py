@@ -38,8 +38,6 @@ def notes(tmp_path):
     return folder
 
 
-# ---------------------------------------------------------------------- names
-
 NAMES = [
     *("text", "json", "csv", "parquet", "arrow", "webdataset", "json:default", "imagefolder"),
     *("/etc", "/etc/passwd", "~", "~/notes", "~root/notes", "./notes/x", "../notes", "a/..", "a/b/c", "notes"),
@@ -83,9 +81,6 @@ def test_a_column_that_cannot_be_printed_is_refused(column):
 def test_a_tokenizers_name_that_cannot_be_printed_is_refused(name):
     with pytest.raises(ValidationError):
         DataConfig(tokenizer=name)
-
-
-# ---------------------------------------------------------------------- what is opened
 
 
 def test_a_folder_of_the_data_sets_name_is_not_read_in_its_place(hub, notes, monkeypatch):
@@ -200,9 +195,6 @@ def test_a_private_data_set_of_the_volunteers_is_not_read(hub):
     (hub.root / "alice" / "texts" / ".private").write_text("")
     with pytest.raises(DataError, match="is private"):
         load_hub(DataConfig(source="hub", name="alice/texts"))
-
-
-# ---------------------------------------------------------------------- what is found
 
 
 def test_licence_size_and_files_are_known_before_any_is_read(hub):

@@ -154,9 +154,6 @@ def test_a_resumed_source_must_have_the_same_data():
         made("b").load_state_dict({"sources": {}})
 
 
-# ---------------------------------------------------------------------- settings
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -199,9 +196,6 @@ def test_settings_without_a_mixture_do_not_mention_one():
     assert not {"mixture", "phases"} & RunConfig().model_dump(mode="json")["data"].keys()
     mixed = RunConfig(data=mixture([9, 5], [1, 5], phases=[10**9]))
     assert RunConfig.model_validate_json(mixed.model_dump_json()) == mixed
-
-
-# ---------------------------------------------------------------------- files
 
 
 @pytest.fixture

@@ -44,16 +44,14 @@ def test_one_epoch_gives_every_training_window_once(source_of, files_data, token
     expected = plain_windows(files_data, tokenizer, corpus, held_out=False)
     drawn = source_of(seed).next_batch(len(expected))
     assert drawn.dtype == torch.int64 and drawn.shape == (len(expected), T + 1)
-    assert sorted(drawn.tolist()) == sorted(expected)
-    assert drawn.tolist() != expected
+    assert sorted(drawn.tolist()) == sorted(expected) and drawn.tolist() != expected
 
 
 def test_every_epoch_is_whole_and_has_another_order(source_of, files_data, tokenizer, corpus, seed):
     expected = plain_windows(files_data, tokenizer, corpus, held_out=False)
     source = source_of(seed)
     epochs = [source.next_batch(len(expected)).tolist() for _ in range(3)]
-    assert all(sorted(epoch) == sorted(expected) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
+    assert all(sorted(epoch) == sorted(expected) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
 
 
 def test_no_held_out_text_is_ever_trained_on(source_of, tokenizer, corpus, files_data):
@@ -79,8 +77,7 @@ def test_settings_are_tuned_on_held_out_documents_that_are_not_reported_on(files
         return sorted(tuple(tokens[a + 1 : b]) for a, b in itertools.pairwise(cuts))
 
     tuning, reported, held_out = (documents_of(part) for part in ("tuning", "reported", "held_out"))
-    assert sorted(tuning + reported) == held_out
-    assert len(tuning) > 5 and len(reported) > 5
+    assert sorted(tuning + reported) == held_out and len(tuning) > 5 and len(reported) > 5
     assert not set(tuning) & set(reported) and not set(held_out) & set(documents_of("train"))
 
 
@@ -118,12 +115,10 @@ def test_held_out_batches_are_the_held_out_windows(files_data, tokenizer, corpus
         )
 
     everything = draw(10**6)
-    assert torch.cat(everything).tolist() == expected
-    assert {len(batch) for batch in everything[:-1]} == {5}
+    assert torch.cat(everything).tolist() == expected and {len(batch) for batch in everything[:-1]} == {5}
     some = torch.cat(draw(12)).tolist()
     assert len(some) == 12 and all(window in expected for window in some)
-    assert torch.cat(draw(12)).tolist() == some
-    assert torch.cat(draw(12, seed=1)).tolist() != some
+    assert torch.cat(draw(12)).tolist() == some and torch.cat(draw(12, seed=1)).tolist() != some
 
 
 def test_equal_seeds_agree_and_different_ones_do_not(source_of, seed):

@@ -425,9 +425,6 @@ def test_a_bucket_without_credentials_names_the_variables(tmp_path, monkeypatch)
         fetch("s3://Key:Secret@bucket/shards", tmp_path, None, is_own=True)
 
 
-# ---------------------------------------------------------------------- a founder's addresses
-
-
 def test_a_founders_shards_come_by_https_with_a_verified_certificate(founders, served, tmp_path, monkeypatch):
     fingerprint = fingerprint_of(served)
     assert files(fetch(founders.url, tmp_path, fingerprint, is_own=False).parent) == files(served)
@@ -461,13 +458,8 @@ def test_a_founder_names_no_index_of_other_shards(founders, served, tmp_path):
 @pytest.mark.parametrize(
     "url",
     [
-        "file:///etc/passwd",
-        "https://user@host/x",
-        "http://host/x",
-        "s3://host/x",
-        "https://",
-        "https://ho st/",
-        "https://h/\x1b",
+        *("file:///etc/passwd", "https://user@host/x", "http://host/x", "s3://host/x", "https://"),
+        *("https://ho st/", "https://h/\x1b"),
     ],
 )
 def test_what_is_no_web_address_is_no_setting(url):
@@ -481,13 +473,8 @@ def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
     data = DataConfig(source="files", fingerprint=fingerprint_of(served), urls=[founders.url])
     founder = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
     manifest = Manifest(
-        run_id="run",
-        founder=founder,
-        software="0.1",
-        config=RunConfig(data=data),
-        vocab_size=300,
-        tokenizer_digest="0" * 64,
-        tokenizer_bytes=100,
+        **{"run_id": "run", "founder": founder, "software": "0.1", "config": RunConfig(data=data)},
+        **{"vocab_size": 300, "tokenizer_digest": "0" * 64, "tokenizer_bytes": 100},
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(ConfigError, match=r"token shards .* from https://127.0.0.1.* MB\); agree to that with --yes"):

@@ -82,9 +82,6 @@ def test_a_manifest_still_names_no_folder(folder):
         DataConfig(source="hub", name=f"./{folder}")
 
 
-# ---------------------------------------------------------------------- what is not read
-
-
 def said_of(caplog, data: DataConfig, tmp_path: Path) -> str:
     with caplog.at_level(logging.WARNING):
         founding(data, resolve_tokenizer(data, [], tmp_path))

@@ -321,8 +321,7 @@ def test_an_interrupted_work_goes_on_with_changed_text(tokenised, tmp_path):
         tokenised(corpus)
     write_rows(corpus / "a.jsonl", TEXTS[:5])
     write_rows(corpus / "b.jsonl", TEXTS[5:])
-    assert documents(tokenised(corpus), tmp_path) == IDS
-    assert not list((tmp_path / "shards").glob(".*"))
+    assert documents(tokenised(corpus), tmp_path) == IDS and not list((tmp_path / "shards").glob(".*"))
 
 
 def test_other_shards_are_not_overwritten(tokenised, tmp_path):
@@ -464,8 +463,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tokenised, tmp_path, seed, m
         os.kill(process.pid, signal.SIGKILL)  # alone: its processes must end by themselves
         process.wait()
         kills += 1
-    assert process.returncode == 0 and kills >= 1
-    assert contents(folder) == expected
+    assert process.returncode == 0 and kills >= 1 and contents(folder) == expected
 
 
 def test_a_founder_keeps_its_paths_and_takes_the_tokenizer_beside_its_shards(tokenised, tmp_path, seed):

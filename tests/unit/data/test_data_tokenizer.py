@@ -56,8 +56,7 @@ def test_any_text_survives_encoding_and_decoding(tokenizer):
     text = " two  spaces\n\ttab, ünïcode, 漢字, 🙂, \x00 and code: def f(x): return x\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_TEXT
-    assert tokenizer.unk_token is None
-    assert len(tokenizer) == 300
+    assert tokenizer.unk_token is None and len(tokenizer) == 300
 
 
 def test_bad_training_input_is_refused():
@@ -157,8 +156,7 @@ def test_a_hostile_payload_is_refused_and_writes_nothing(tokenizer, tmp_path, ca
     make, message = HOSTILE[case]
     with pytest.raises(DataError, match=message) as caught:
         ConfinedTokenizer(make(tokenizer), tmp_path / "received", 2**24)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-    assert list(tmp_path.iterdir()) == []
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500 and list(tmp_path.iterdir()) == []
 
 
 def test_a_payload_with_one_flipped_byte_is_refused_or_works(tokenizer, tmp_path, seed):
@@ -223,8 +221,7 @@ def is_held_out_text(text: str, data: DataConfig) -> bool:
 def test_the_sample_is_spread_over_a_large_corpus(corpus, monkeypatch):
     monkeypatch.setattr(module, "SAMPLE_CHARACTERS", corpus.stat().st_size // 4)
     numbers = [int(text.split(".")[0].split()[1]) for text in module._sample(DataConfig(source="files"), [corpus])]
-    assert 20 <= len(numbers) <= 40
-    assert numbers[0] < 10 and numbers[-1] > 100
+    assert 20 <= len(numbers) <= 40 and numbers[0] < 10 and numbers[-1] > 100
 
 
 def _resolve(corpus: Path, cache: Path, queue) -> None:
@@ -241,6 +238,5 @@ def test_two_processes_at_once_train_one_tokenizer(corpus, tmp_path):
     digests = {queue.get(timeout=60) for _ in processes}
     for process in processes:
         process.join(60)
-    assert len(digests) == 1
-    assert len(list((tmp_path / "cache" / "tokenizers").glob("*.json"))) == 1
+    assert len(digests) == 1 and len(list((tmp_path / "cache" / "tokenizers").glob("*.json"))) == 1
     assert not list((tmp_path / "cache" / "tokenizers").glob(".*json.*"))

@@ -275,8 +275,7 @@ def test_a_changed_file_is_refused_by_name(tmp_path):
 def test_text_and_windows_come_from_the_same_file(tokenizer, corpus, tmp_path):
     data = DataConfig(source="files", sequence_length=T, held_out_fraction=0.2)
     file = token_file(data, tokenizer, paths=[corpus], cache=tmp_path, part="train")
-    assert file.end_of_text == tokenizer.eos_token_id
-    assert file.tokens_N[-1] == file.end_of_text
+    assert file.end_of_text == tokenizer.eos_token_id and file.tokens_N[-1] == file.end_of_text
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 13, 14])

@@ -65,9 +65,6 @@ def markers(tokenizer):
     return {name: tokenizer.convert_tokens_to_ids(name) for name in dict.fromkeys(names) if name != tokenizer.unk_token}
 
 
-# ---------------------------------------------------------------------- documents
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_of_documents_never_becomes_a_control_token(name):
     tokenizer = family(name)
@@ -89,9 +86,6 @@ def test_a_document_is_the_tokenizers_own_encoding_and_one_end_of_text(name):
     )
     ends = [ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id] for ids in own]
     assert text_encoder(tokenizer, tokenizer.chat_template).documents(TEXTS) == ends
-
-
-# ---------------------------------------------------------------------- conversations
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -177,9 +171,6 @@ def test_a_plain_template_begins_as_the_tokenizers_own_encoding_does(tmp_path):
         ids, _ = encoded(chat_of(tokenizer), HONEST)
         assert ids == tokenizer.apply_chat_template(HONEST)["input_ids"]
         assert [token == tokenizer.bos_token_id for token in ids[:2]] == [begins, False]
-
-
-# ---------------------------------------------------------------------- paths
 
 
 FORGED = "The user asks {0} what{0}is a round"

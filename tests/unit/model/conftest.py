@@ -32,13 +32,8 @@ def seed(seed):
 def tiny():
     def config(family: str = "olmoe", **changes: object) -> ModelConfig:
         shape: dict[str, object] = {
-            "family": family,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "intermediate_size": 16,
-            "num_experts": EXPERTS,
+            **{"family": family, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+            **{"intermediate_size": 16, "num_experts": EXPERTS},
         }
         return ModelConfig.model_validate(shape | changes)
 

@@ -87,9 +87,6 @@ def logits(module: Any, ids_BT: Tensor) -> Tensor:
         return module(ids_BT).logits
 
 
-# ---------------------------------------------------------------------- what is computed
-
-
 @cases
 def test_a_new_adapter_changes_no_logit(folder, family, experts):
     world = World(folder, family, experts=experts)
@@ -148,8 +145,7 @@ def test_a_base_in_few_bits_learns_and_stays_as_it_is(folder, storage, precision
     train = TRAIN.model_copy(update={"precision": precision})
     trainer = Trainer(world.model, train, Batches([tokens(2, SEQUENCE + 1)] * 12), Ranks("cpu"))
     losses = [trainer.step(1e-2).loss for _ in range(12)]
-    assert losses[-1] < losses[0] - 0.5
-    assert frozen_bytes(world.model) == before and before
+    assert losses[-1] < losses[0] - 0.5 and frozen_bytes(world.model) == before and before
 
 
 def test_adapters_of_a_pass_that_is_computed_again_get_the_gradients_of_its_own_routing(folder):
@@ -197,8 +193,7 @@ def test_no_sum_of_a_weight_and_its_adapter_is_made(folder, monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         loss = world.model.module(tokens(2, SEQUENCE)).logits.mean()
     loss.backward()
-    assert (RANK, 32) in kept
-    assert not {shape[-2:] for shape in kept} & {(80, 32), (32, 40)}
+    assert (RANK, 32) in kept and not {shape[-2:] for shape in kept} & {(80, 32), (32, 40)}
 
 
 def test_slots_go_from_hand_to_hand(folder):
@@ -208,8 +203,7 @@ def test_slots_go_from_hand_to_hand(folder):
     before, weights = logits(world.model.module, ids_BT), world.model.slot_weights(2)
     for slot in (3, 2):
         world.model.adopt(slot)
-    assert world.model.claimed == (2, 3)
-    assert torch.equal(logits(world.model.module, ids_BT), before)
+    assert world.model.claimed == (2, 3) and torch.equal(logits(world.model.module, ids_BT), before)
     world.model.release(2)
     assert world.model.claimed == (3,) and torch.equal(logits(world.model.module, ids_BT), before)
     assert all(torch.equal(world.model.slot_weights(2)[name], tensor) for name, tensor in weights.items())
@@ -222,9 +216,6 @@ def test_peers_draw_the_same_factors_whoever_owns_the_experts(folder):
     shared, slots = (World(folder / experts, "olmoe", experts=experts) for experts in ("shared", "slots"))
     for weight in shared.factors().weights:
         assert all(map(torch.equal, shared.factors().of(weight), slots.factors().of(weight)))
-
-
-# ---------------------------------------------------------------------- the base's documents
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "nf4"])
@@ -266,9 +257,6 @@ def test_the_planner_counts_what_is_trained_and_what_is_frozen(folder, family):
         assert size.total_params == sum(each.numel() for each in factors)
 
 
-# ---------------------------------------------------------------------- export
-
-
 @cases
 def test_a_merged_checkpoint_computes_what_base_and_adapter_do(folder, family, experts):
     world = World(folder, family, experts=experts)
@@ -299,9 +287,6 @@ def test_a_merged_checkpoint_keeps_the_bases_precision_and_may_be_several_files(
     assert merged.dtype == torch.bfloat16
     whole = AutoModelForCausalLM.from_pretrained(folder / "bf16")
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(merged.parameters(), whole.parameters(), strict=True))
-
-
-# ---------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(

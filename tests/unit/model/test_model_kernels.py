@@ -88,26 +88,16 @@ def cases(draw):
     experts = draw(st.integers(1, 6))
     hit = draw(st.integers(1, experts))
     return SimpleNamespace(
-        seed=draw(st.integers(0, 2**31)),
-        experts=experts,
-        hit=hit,
-        top_k=draw(st.integers(1, hit)),
-        claimed=draw(st.sets(st.integers(0, experts - 1))),
-        num_tokens=draw(st.integers(0, 24)),
-        width=draw(st.sampled_from([8, 16, 40])),
-        inner=draw(st.sampled_from([8, 24])),
+        **{"seed": draw(st.integers(0, 2**31)), "experts": experts, "hit": hit},
+        **{"top_k": draw(st.integers(1, hit)), "claimed": draw(st.sets(st.integers(0, experts - 1)))},
+        **{"num_tokens": draw(st.integers(0, 24)), "width": draw(st.sampled_from([8, 16, 40]))},
+        **{"inner": draw(st.sampled_from([8, 24]))},
     )
 
 
 CANCELS_OUT = {
-    "seed": 21,
-    "experts": 1,
-    "hit": 1,
-    "top_k": 1,
-    "claimed": set(),
-    "num_tokens": 1,
-    "width": 40,
-    "inner": 8,
+    **{"seed": 21, "experts": 1, "hit": 1, "top_k": 1, "claimed": set(), "num_tokens": 1, "width": 40},
+    **{"inner": 8},
 }
 
 
@@ -226,9 +216,6 @@ def test_the_loop_makes_one_weight_at_a_time_dense_and_keeps_none(seed, storage,
     assert len(made) == 2 * forward and all(earlier.expired() for earlier in made)
 
 
-# ---------------------------------------------------------------------- choosing
-
-
 def test_unknown_kernel_says_what_is_known():
     with pytest.raises(ConfigError, match=r"'fast'.*auto or one of loop, grouped_mm, megablocks"):
         choose_kernel("fast", CPU, SHAPES)
@@ -281,9 +268,6 @@ def test_misaligned_model_is_refused_when_it_is_built(tiny):
             storage="fp32",
             kernel="grouped_mm",
         )
-
-
-# ---------------------------------------------------------------------- megablocks, its package played by a loop
 
 
 class PlainGroupedGemm:

@@ -111,8 +111,7 @@ def test_bf16_forward_keeps_losses_and_gradients_in_fp32(slot_model, tokens):
     model = slot_model([1], "bf16")
     exact = TrainingLoss(model, TrainConfig())(tokens)
     parts = TrainingLoss(model, TrainConfig(precision="bf16"))(tokens)
-    assert all(part.dtype == torch.float32 for part in parts)
-    assert parts.total.item() != exact.total.item()
+    assert all(part.dtype == torch.float32 for part in parts) and parts.total.item() != exact.total.item()
     assert parts.total.item() == pytest.approx(exact.total.item(), rel=1e-2)
     parts.total.backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.module.parameters())
@@ -163,15 +162,9 @@ def test_the_outputs_z_loss_is_the_mean_square_of_their_log_partition(slot_model
 def test_a_greedy_continuation_is_stocks_own_and_ends_in_time(seed):
     torch.manual_seed(seed)
     config = OlmoeConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-        eos_token_id=None,
+        **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+        **{"eos_token_id": None},
     )
     model = OlmoeForCausalLM(config).train()
     prompt_T = torch.randint(50, (7,))
@@ -179,9 +172,6 @@ def test_a_greedy_continuation_is_stocks_own_and_ends_in_time(seed):
     assert greedy_continuation(model.train(), prompt_T, num_tokens=9, seconds=60.0) == stock.tolist()
     assert model.training, "as it was"
     assert greedy_continuation(model, prompt_T, num_tokens=9, seconds=0.0) == []
-
-
-# ---------------------------------------------------------------------- the head in chunks
 
 
 def few_logits(monkeypatch, num_bytes: int) -> None:

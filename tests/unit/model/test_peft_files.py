@@ -60,9 +60,6 @@ def save(run: RunConfig, model: SlotModel, folder: Path) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------- against peft
-
-
 @pytest.mark.parametrize(("family", "owner"), sample(ALL, [ALL[0], ALL[2], ALL[4]]))
 def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(tmp_path, family, owner):
     from peft import PeftModel
@@ -132,9 +129,6 @@ def test_an_adapter_on_few_matrices_is_gone_on_from_with_new_ones_on_the_rest(tm
     model = model_over(source, run, tmp_path / "few")
     torch.testing.assert_close(logits(model.module), logits(theirs), rtol=0, atol=1e-5)
     assert any("k_proj" in name for name in model.shared_shapes())
-
-
-# ---------------------------------------------------------------------- files
 
 
 def test_an_adapter_names_its_base_on_the_hub_with_the_commit(tmp_path):

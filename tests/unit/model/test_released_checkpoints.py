@@ -78,12 +78,8 @@ DENSE = [name for name, fields in RELEASED.items() if FAMILIES[fields["model_typ
         for name in DENSE
         if name.split("/")[1]
         in (
-            "Qwen3-0.6B",
-            "Llama-3.2-3B-Instruct",
-            "LLaMA-2-7B-32K",
-            "llama-7b-hf",
-            "SmolLM2-135M",
-            "Yarn-Llama-2-7b-64k",
+            *("Qwen3-0.6B", "Llama-3.2-3B-Instruct", "LLaMA-2-7B-32K", "llama-7b-hf", "SmolLM2-135M"),
+            *("Yarn-Llama-2-7b-64k",),
         )
     ],
 )

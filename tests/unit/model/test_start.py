@@ -42,9 +42,6 @@ def edit(source: Path, **fields: Any) -> None:
     (source / "config.json").write_text(json.dumps(config | fields))
 
 
-# ---------------------------------------------------------------------- the same model
-
-
 @families
 def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_path, family):
     source = saved(tmp_path / "stock", family)
@@ -136,9 +133,6 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
     assert expected[-1] < expected[0] - 0.25, "it learns"
 
 
-# ---------------------------------------------------------------------- bundles and their digests
-
-
 def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path):
     source = saved(tmp_path / "stock", "qwen3_moe")
     run = started(source, outer=OuterConfig(optimizer="nesterov"))
@@ -199,9 +193,6 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path):
     few: dict[str, Any] = dict.fromkeys((SHARED, VectorName.of_slot(0)), SimpleNamespace(round=0))
     with pytest.raises(Exception, match="3 slots have no version yet, not even of round 0"):
         WholeModel(run, VOCAB).load(few, lambda name: torch.zeros(0))
-
-
-# ---------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(

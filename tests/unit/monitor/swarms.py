@@ -55,13 +55,9 @@ def body(round: int, tokens: Mapping[int, int], voters: Iterable[int] = (98,), e
     """The body of a certificate with these members, of whose tokens so many count."""
     members = [MemberEntry(peer_id=peer_id(index), tokens=count) for index, count in tokens.items()]
     return Body(
-        run="run",
-        founder=peer_id(98),
-        round=round,
-        previous="0" * 64,
-        ends_at=ends_at,
-        members=tuple(sorted(members, key=lambda member: member.peer_id)),
-        voters=tuple(map(peer_id, voters)),
+        **{"run": "run", "founder": peer_id(98), "round": round, "previous": "0" * 64, "ends_at": ends_at},
+        **{"members": tuple(sorted(members, key=lambda member: member.peer_id))},
+        **{"voters": tuple(map(peer_id, voters))},
     )
 
 

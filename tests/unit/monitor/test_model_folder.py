@@ -77,8 +77,7 @@ def test_logits_of_the_exported_model_are_those_of_ours(tmp_path, peer, seed):
 def test_slots_of_other_rounds_are_taken_as_the_peer_had_them_and_named(tmp_path, peer):
     models = {1: peer.save(1), 2: peer.save(2, [0, 1]), 3: peer.save(3, [0, 1, 2])}
     exported = export(peer.folder, tmp_path / "new")
-    assert exported.other_rounds == {3: 1}
-    assert "slots 3 (round 1)" in str(exported)
+    assert exported.other_rounds == {3: 1} and "slots 3 (round 1)" in str(exported)
     assert "except slots 3 (round 1)" in (tmp_path / "new" / "README.md").read_text()
     assert_same(tmp_path / "new", models[3], {3: models[1]})
     assert export(peer.folder, tmp_path / "old", 2).other_rounds == {2: 1, 3: 1}
@@ -126,8 +125,7 @@ def test_what_a_folder_lacks_is_named_with_the_remedy(tmp_path, peer, capsys):
         main(config.model_copy(update={"source": str(tmp_path)}))
     with pytest.raises(ConfigError, match="the link to run 'my-run' is damaged"):
         main(config.model_copy(update={"source": "spes:my-run." + "x" * 300}))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["peer"]
-    assert main(config) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["peer"] and main(config) == 0
     assert f"wrote {tmp_path / 'model'}: round 2 of run 'run'" in capsys.readouterr().out
 
 

@@ -200,9 +200,6 @@ def test_the_tokens_file_is_the_owners_alone_and_new_at_each_start(tmp_path):
         Verbs(lambda verb, values: {}, tmp_path / "nowhere")
 
 
-# ---------------------------------------------------------------------- spes ctl
-
-
 def control(peer: Peer, *given: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert ctl.main(CtlConfig(verb=given[0], values=list(given[1:]), output=peer.output)) == 0  # type: ignore[arg-type]
     return capsys.readouterr().out

@@ -227,9 +227,6 @@ def test_bad_input_is_refused_in_one_line(case, tmp_path):
     assert "\n" not in str(error.value) and not (tmp_path / "back").exists()
 
 
-# ------------------------------------------------------------------ beside the watch
-
-
 class Failing:
     """A place that fails until it is mended, and then notes what comes."""
 
@@ -396,8 +393,7 @@ def test_a_store_that_refuses_is_one_line_without_secrets(fault, tmp_path, monke
         "no bucket": "cannot write s3://absent/run: NoSuchBucket: The specified bucket does not exist; check the place",
         "no server": "error sending request",
     }
-    assert words[fault] in str(told.value)
-    assert "\n" not in str(told.value) and SECRET not in str(told.value)
+    assert words[fault] in str(told.value) and "\n" not in str(told.value) and SECRET not in str(told.value)
 
 
 UPLOADER = """

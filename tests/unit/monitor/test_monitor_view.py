@@ -53,8 +53,7 @@ def test_a_view_that_is_open_for_weeks_keeps_the_reports_of_the_last_rounds_alon
     assert {number for number, _ in view.reports} == set(range(TOTAL_ROUNDS - KEPT_ROUNDS + 1, TOTAL_ROUNDS + 1))
     assert list(view.rounds) == list(range(1, TOTAL_ROUNDS + 1)) and view.tokens == 3000 * TOTAL_ROUNDS
     told = [(event["round"], event["peer_id"]) for event in events if event["kind"] == "report"]
-    assert len(told) == len(set(told)) == 2 * TOTAL_ROUNDS + 1
-    assert view.peers[peer_id(2)].report == early
+    assert len(told) == len(set(told)) == 2 * TOTAL_ROUNDS + 1 and view.peers[peer_id(2)].report == early
 
 
 def test_reports_of_rounds_far_ahead_do_not_pile_up():
@@ -173,8 +172,7 @@ def test_agreement_is_the_share_of_the_commonest_digest():
 def test_coverage_counts_active_holders_and_names_orphans():
     claims = [claim(0, [0, 1]), claim(1, [1, 2]), claim(2, [3], state="joining"), claim(3, [1, 4000])]
     view = fold(empty_view(), snapshot(1.0, claims))
-    assert view.coverage == (1, 3, 1, 0, 0, 0, 0, 0)
-    assert view.orphans == tuple(range(3, NUM_SLOTS))
+    assert view.coverage == (1, 3, 1, 0, 0, 0, 0, 0) and view.orphans == tuple(range(3, NUM_SLOTS))
 
 
 def test_a_death_orphans_its_slots_and_one_failed_read_does_not():

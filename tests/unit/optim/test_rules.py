@@ -47,9 +47,6 @@ def assert_same(actual: dict[str, Parameter], expected: dict[str, Tensor], **tol
         torch.testing.assert_close(actual[name].detach(), tensor.detach().to(torch.float32), **tolerance, msg=name)
 
 
-# ---------------------------------------------------------------------- steps
-
-
 def test_lamb_makes_its_papers_steps(seed):
     """LAMB, Algorithm 2, in double precision."""
     params = draw(seed)
@@ -162,9 +159,6 @@ def test_muon_leaves_embeddings_head_and_norms_to_adamw(family, tie):
     assert any("gate.weight" in name for name in params.keys() - with_adamw), "routers are matrices like others"
 
 
-# ---------------------------------------------------------------------- moments
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_averages_the_moments_that_its_optimizer_keeps(seed, name):
     run = RunConfig(train=TrainConfig(optimizer=name))
@@ -231,9 +225,6 @@ def test_after_an_average_an_8_bit_step_is_adamws_from_the_same_moments(seed):
         assert (moved - wanted).norm() < (0.02 if key == "large" else 1e-5) * wanted.norm(), key
 
 
-# ---------------------------------------------------------------------- payloads
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -277,9 +268,6 @@ def test_8_bit_state_is_a_byte_a_parameter_and_a_scale_per_block_from_4096_on(nu
     assert sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("/step")) == 2 * size
 
 
-# ---------------------------------------------------------------------- bad input
-
-
 def test_a_missing_bitsandbytes_is_named_with_the_remedy(seed, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"^optimizer adamw8bit needs bitsandbytes.*pip install .*or set adamw$"):
@@ -298,9 +286,6 @@ def test_a_device_that_bitsandbytes_cannot_use_is_named_with_the_remedy(seed, mo
 def test_averaging_second_moments_that_do_not_exist_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"outer.moments=second, but train.optimizer=muon .*set outer.moments to both"):
         RunConfig(train=TrainConfig(optimizer="muon"), outer=OuterConfig(moments="second"))
-
-
-# ---------------------------------------------------------------------- gradients in bf16
 
 
 def pairs_of_steps(name: str, gradients: str) -> dict[str, Tensor]:

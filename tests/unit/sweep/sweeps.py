@@ -14,12 +14,8 @@ TINY: dict[str, Any] = {
     "held_out_tokens": 256,
     "run": {
         "model": {
-            "hidden_size": 16,
-            "num_layers": 1,
-            "num_heads": 2,
-            "num_kv_heads": 2,
-            "intermediate_size": 8,
-            "num_experts": 4,
+            **{"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8},
+            **{"num_experts": 4},
         },
         "data": {"source": "files", "vocab_size": 280, "sequence_length": 16, "held_out_fraction": 0.3},
         "train": {"batch_size": 2},
@@ -64,15 +60,9 @@ def made_up(
         memory_bytes=4_000_000,
     )
     fields = {
-        "variant": variant,
-        "seed": seed,
-        "scenario": scenario.model_dump(mode="json"),
-        "evaluations": points,
-        "peers": [peer] * scenario.peers,
-        "virtual_seconds": 10.0,
-        "wall_seconds": 7.0,
-        "software": __version__,
-        "finished_at": "2026-01-02T03:04:05+00:00",
+        **{"variant": variant, "seed": seed, "scenario": scenario.model_dump(mode="json")},
+        **{"evaluations": points, "peers": [peer] * scenario.peers, "virtual_seconds": 10.0},
+        **{"wall_seconds": 7.0, "software": __version__, "finished_at": "2026-01-02T03:04:05+00:00"},
     }
     return RunResult(**(fields | changes))
 

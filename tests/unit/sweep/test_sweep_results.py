@@ -83,8 +83,7 @@ def test_a_run_that_everybody_left_is_measured_at_its_last_round_and_says_so(fol
     leave = [{"peer": 0, "kind": "leave", "round": 3}, {"peer": 1, "kind": "kill", "round": 3}]
     left = result_of(folder, events=leave, evaluate_rounds=2, run={"round": {"total": 6}})
     assert [point.round for point in left.evaluations] == [2, 3]
-    assert left.remarks == ["stopped at round 3/6: no peer was left"]
-    assert not result.remarks
+    assert left.remarks == ["stopped at round 3/6: no peer was left"] and not result.remarks
 
 
 def test_a_peer_that_came_too_late_is_named(folder):
@@ -92,9 +91,6 @@ def test_a_peer_that_came_too_late_is_named(folder):
     alone = result_of(folder, events=events, run={"round": {"total": 4}})
     assert [peer.tokens for peer in alone.peers] == [0, 32]
     assert alone.remarks == ["stopped at round 1/4: no peer was left", "peer 0 came too late to train"]
-
-
-# ---------------------------------------------------------------------- kept runs
 
 
 @pytest.mark.parametrize("loss", [5.0, math.inf, math.nan])
@@ -154,9 +150,6 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose a writable --output"):
         save_result(tmp_path / "file", made_up(made_up_sweep(tmp_path), "ours", 0, [5.0]))
-
-
-# ---------------------------------------------------------------------- over seeds
 
 
 GAP = Gap(name="all", solo="solo", centralised="central", of=["ours"])

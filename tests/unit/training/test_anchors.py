@@ -152,9 +152,6 @@ def test_a_forgotten_slot_leaves_neither_weights_nor_momentum():
     assert torch.equal(step(anchors, SLOT_0, torch.zeros(7))[0][7:], torch.zeros(7))
 
 
-# ---------------------------------------------------------------------- SPES's merge
-
-
 def test_a_merge_moves_held_slots_as_merge_experts_moves_the_anchors(seed):
     torch.manual_seed(seed)
     merge, model = MergeConfig(alpha=0.2, decay_rounds=10, top_k=2), shape()
@@ -197,9 +194,6 @@ def test_two_holders_move_a_slot_by_the_same_bits(seed):
     one = merge_shifts(merge, 1, layout, slots, held=(0, 2))
     other = merge_shifts(merge, 1, layout, dict(reversed(slots.items())), held=(2, 4))
     assert torch.equal(one["slot-2"], other["slot-2"])
-
-
-# ---------------------------------------------------------------------- the run's start
 
 
 @pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])

@@ -363,9 +363,6 @@ def test_measuring_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-# ---------------------------------------------------------------------- before it is confirmed
-
-
 def test_what_makes_the_model_worse_is_named_and_the_model_stays_as_it_is():
     gate, peer, _ = opened()
     shared, loss, slot = peer.trainer.vector(SHARED), loss_of(peer), VectorName.of_slot(1)
@@ -395,5 +392,4 @@ def test_little_harm_adds_up_before_it_is_confirmed(monkeypatch):
     peer.trainer.load({slot: spoilt})
     monkeypatch.setattr(gate_module, "MAX_WORSE", 1.5 * (loss_of(peer) - before))
     peer.trainer.load({slot: peer.sync.held.load(slot)})
-    assert gate_module.MAX_WORSE > 0
-    assert [gate.harmful({slot: spoilt}) for _ in range(2)] == [set(), {slot}]
+    assert gate_module.MAX_WORSE > 0 and [gate.harmful({slot: spoilt}) for _ in range(2)] == [set(), {slot}]

@@ -77,9 +77,6 @@ def world():
     return World()
 
 
-# ---------------------------------------------------------------------- what is certified
-
-
 @pytest.mark.parametrize("others", [0, 5, 13, 14, 20], ids=["newcomers", "behind", "astray", "ahead", "far ahead"])
 def test_a_peer_takes_the_certified_version_whatever_most_others_offer(world, others):
     steady = Member(world, 0, 13, "active")
@@ -186,9 +183,6 @@ def test_a_peer_that_missed_a_certificate_takes_over_what_it_names(world):
     loop = late.round()
     loop._one_round(Trained({}, 0, 1.0, 0.0))
     assert loop._sync.round == 14 and late.swarm.load(SHARED)[0].item() == 14.0
-
-
-# ---------------------------------------------------------------------- slots and moments
 
 
 @pytest.mark.parametrize(("is_taken", "lacking"), [(True, []), (False, ["slot-0"])])
@@ -302,8 +296,7 @@ def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(world):
         winner.swarm.publish(8, {"slot-0": torch.full((3,), 8.0)})
     world.certify(10, winners[0].swarm.versions().values(), voters=[peer_id(index) for index in (1, 2, 3)])
     loser.held.resume([0])
-    assert loser.catch_up() == (10, 10.0)
-    assert loser.swarm.versions()["slot-0"].round == 8
+    assert loser.catch_up() == (10, 10.0) and loser.swarm.versions()["slot-0"].round == 8
     assert torch.equal(loser.anchors.weights("slot-0"), torch.full((3,), 8.0))
 
 
@@ -357,8 +350,7 @@ def test_a_peer_that_adopts_a_slot_does_not_take_the_version_that_it_has_refused
 
 
 def test_a_peer_that_catches_up_does_not_take_the_version_that_it_has_refused(refusing):
-    assert "slot-0" not in refusing.fetched()
-    assert refusing.swarm.versions()["slot-0"].round == 13
+    assert "slot-0" not in refusing.fetched() and refusing.swarm.versions()["slot-0"].round == 13
 
 
 def test_a_peer_that_catches_up_asks_none_that_the_last_roster_left_out(world):
@@ -368,8 +360,7 @@ def test_a_peer_that_catches_up_asks_none_that_the_last_roster_left_out(world):
     liar.swarm.publish(14, {SHARED: torch.full((5,), 14.0), "slot-0": torch.full((3,), 666.0)})
     world.certify(14, liar.swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
     behind.held.distrusted = frozenset({peer_id(2)})
-    assert behind.catch_up() == (14, 14.0)
-    assert behind.swarm.versions()["slot-0"].round == 13
+    assert behind.catch_up() == (14, 14.0) and behind.swarm.versions()["slot-0"].round == 13
 
 
 def test_only_slots_that_the_certificate_has_changed_are_fetched(world):

@@ -120,9 +120,6 @@ def test_a_machine_holds_what_travels():
     check_machine(run_of("fp32"), MachineConfig(storage="nf4"))
 
 
-# ---------------------------------------------------------------------- deaths
-
-
 @pytest.mark.parametrize("copies", [2, 1])
 def test_a_dead_holders_slot_goes_on_from_a_replica_or_else_from_its_kept_form(copies, caplog):
     caplog.set_level(logging.WARNING)
@@ -154,9 +151,6 @@ def test_a_slot_that_nobody_has_trained_is_drawn_by_the_peer_that_adopts_it():
     untrained = next(name for name in SLOTS if not alive.world.bodies[-1].slots[name.slot].digest)
     held._make_masters([untrained])
     assert torch.equal(alive.peers[0].swarm.load(untrained), initial[untrained])
-
-
-# ---------------------------------------------------------------------- lies
 
 
 def lie(peer: VirtualPeer) -> None:
@@ -227,9 +221,6 @@ def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that
     assert certified.round == 6 and not alive.peers[2].reports[-1].dropped
     first, *others = (peer.anchors.weights(name) for peer in alive.peers)
     assert all(torch.equal(first, other) for other in others)
-
-
-# ---------------------------------------------------------------------- others
 
 
 def test_peers_that_no_other_can_call_get_kept_forms_from_replicas():

@@ -75,8 +75,7 @@ def test_peers_that_say_to_be_far_ahead_lead_no_other_there(is_late):
     """Nor does a voter that says of this round that it lasts for ever."""
     newcomer, ends_at = newcomer_beside_liars(5 if is_late else 6)
     found = opening.rejoin(newcomer.sync)
-    assert (newcomer.sync.round, found) == (6, ends_at)
-    assert bool(newcomer.held.to_load()) == is_late
+    assert (newcomer.sync.round, found) == (6, ends_at) and bool(newcomer.held.to_load()) == is_late
 
 
 def test_a_round_ends_when_its_certificate_says_not_when_the_others_do():
