@@ -65,7 +65,7 @@ class Consensus:
         start: Body before the first certificate.
         rules: The run's numbers.
         peers: Returns the peers that follow the run.
-        is_gone: Tells whether a peer's lease has run out, as far as this peer knows.
+        is_gone: Checks whether a peer's lease has run out, as far as this peer knows.
         guests: Checks invites; None where none is asked for.
         is_new: Whether this identity can have made no promise in this run yet.
         finds: Whether `find` is to come, and a peer without a chain follows none before.

@@ -273,13 +273,13 @@ class Roster(tuple[Member, ...]):
         return {**self.uplinks, **met}
 
     def _is_linked(self, hidden: str, other: str) -> bool:
-        """Tell whether a member in client mode is connected to another one; of two such members both must state it."""
+        """Check whether a member in client mode is connected to another one; of two such members both must state it."""
         links = self._links
         # guard: return other in links[hidden]
         return other in links[hidden] and (other not in links or hidden in links[other])
 
     def is_reached(self, peer: str, peers: Sequence[str]) -> bool:
-        """Tell whether all other members of a group can open streams to a member of it."""
+        """Check whether all other members of a group can open streams to a member of it."""
         return peer not in self._links or all(other == peer or self._is_linked(peer, other) for other in peers)
 
     def reducing(self, peers: Sequence[str], replicas: Collection[str] = ()) -> list[float]:

@@ -274,7 +274,7 @@ class PeerWire:
         keys: This peer's key, and those of others.
         last: Returns the last certificate's body.
         peers: Returns the peers that follow the run.
-        is_gone: Tells whether a peer's lease has run out, as far as this peer knows.
+        is_gone: Checks whether a peer's lease has run out, as far as this peer knows.
         receive: Takes each message of an authenticated peer, in the event loop.
     """
 

@@ -209,7 +209,7 @@ def socket_folder() -> str:
 
 
 def _is_heard(path: Path) -> bool:
-    """Tell whether a process listens on a socket: one of another container, perhaps, whose id says nothing here."""
+    """Check whether a process listens on a socket: one of another container, perhaps, whose id says nothing here."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 
@@ -229,7 +229,7 @@ class DaemonP2P(LimitedP2P):
         P2P._UNIX_SOCKET_PREFIX = f"/unix{self.folder}/"  # for the forks to come, too
 
     def has_lost_sockets(self) -> bool:
-        """Tell whether sockets were deleted, as by a cleaner of temporary files: no new connection reaches p2pd."""
+        """Check whether sockets were deleted, as by a cleaner of temporary files: no new connection reaches p2pd."""
         there = set(os.listdir(self.folder)) if os.path.isdir(self.folder) else set()
         self._sockets |= there
         return self._sockets != there
@@ -247,7 +247,7 @@ class DaemonP2P(LimitedP2P):
         return await super().create(*args, **{**quiet, **kwargs})
 
     def is_running(self) -> bool:
-        """Tell whether the p2pd that this process has started still runs."""
+        """Check whether the p2pd that this process has started still runs."""
         return self._child is not None and self._child.returncode is None
 
     @property
@@ -257,7 +257,7 @@ class DaemonP2P(LimitedP2P):
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
     async def answers(self, seconds: float) -> bool:
-        """Tell whether p2pd answers in time."""
+        """Check whether p2pd answers in time."""
         try:
             await asyncio.wait_for(self._client.identify(), seconds)
         except (OSError, EOFError, ControlFailure, TimeoutError):
@@ -287,7 +287,7 @@ class DaemonP2P(LimitedP2P):
         await asyncio.gather(*(dial_one(peer, at) for peer, at in addresses.items()))
 
     async def finds(self, peer: str, seconds: float) -> bool:
-        """Tell whether a peer can be connected to by its id alone, through the peers that p2pd is connected to."""
+        """Check whether a peer can be connected to by its id alone, through the peers that p2pd is connected to."""
 
         async def search() -> None:
             while True:

@@ -34,7 +34,7 @@ class PeerQuota:
         max_total: Items of all peers together.
 
     Attributes:
-        is_known: Tells whether a peer is none of those that together have half of the total: identities are free, so
+        is_known: Checks whether a peer is none of those that together have half of the total: identities are free, so
             that strangers could fill any number.
     """
 

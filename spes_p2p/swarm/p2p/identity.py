@@ -94,7 +94,7 @@ class IdentityKeys:
         return self._identity.sign(data).decode()
 
     def is_signed_by(self, peer_id: str, data: bytes, signature: str) -> bool:
-        """Tell whether the signature is that peer's, of this data; False if its public key is unknown."""
+        """Check whether the signature is that peer's, of this data; False if its public key is unknown."""
         key = self._known.get(peer_id)
         return key is not None and RSAPublicKey.from_bytes(key).verify(data, signature.encode())
 
@@ -150,7 +150,7 @@ def hashed_peer_id(identity: bytes) -> str:
 
 
 def is_signed_by(peer_id: str, public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Tell whether `signature` of `data` is by the peer whose libp2p id is `peer_id`."""
+    """Check whether `signature` of `data` is by the peer whose libp2p id is `peer_id`."""
     try:
         return (
             peer_id_of(public_key) == peer_id  # guard: operand

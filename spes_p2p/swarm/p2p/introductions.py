@@ -292,7 +292,7 @@ class Links:
         return bool(seen_at((await self._node.p2p.connected_from()).get(peer, ())))
 
     async def _may_call(self, address: str, introducer: str) -> bool:
-        """Tell whether this peer may call an address that an introducer names, so that it is harmless if false."""
+        """Check whether this peer may call an address that an introducer names, so that it is harmless if false."""
         connected = (await self._node.p2p.connected_from()).get(introducer, ())
         if introducer not in self._introducers or not connected:  # guard: never
             return False
@@ -304,7 +304,7 @@ class Links:
         )
 
     async def _is_there(self, peer: str, address: str, introducer: str) -> bool:
-        """Tell whether a peer is where an introducer says; where there are others, one of them must see its host."""
+        """Check whether a peer is where an introducer says; where there are others, one of them must see its host."""
         for other, _ in await self._ask_for(introducer):
             answer = await self._ask(other, _Question(peer=peer, host=_host_of(address)))
             if answer is not None and answer.is_there is not None:

@@ -170,7 +170,7 @@ async def start_p2pd(
 
 
 async def _is_in_use(identity: Identity, initial_peers: Sequence[str]) -> bool:
-    """Tell whether another peer of the swarm has this identity, by a search from a host with a key of its own."""
+    """Check whether another peer of the swarm has this identity, by a search from a host with a key of its own."""
     probe = await DaemonP2P.create(dht_mode="client", use_relay=False, startup_timeout=STARTUP_SECONDS)
     try:
         if not await _connect_any(probe, initial_peers):
@@ -288,7 +288,7 @@ def _decoded(kind: type[Record], value: bytes) -> Record:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether a multiaddr leads to this machine alone."""
+    """Check whether a multiaddr leads to this machine alone."""
     return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
@@ -445,7 +445,7 @@ class Node:
 
         Args:
             streams_per_peer: Streams that carry vectors, beside those of other services.
-            is_known: Tells whether a peer, by its id, is known to the run.
+            is_known: Checks whether a peer, by its id, is known to the run.
         """
         self.p2p.stream_quota.max_items = MAX_STREAMS_PER_PEER + streams_per_peer
         self.p2p.stream_quota.is_known = lambda peer: is_known(peer.to_base58())
@@ -510,7 +510,7 @@ class Node:
         return {}
 
     def p2pd_answers(self, seconds: float) -> bool:
-        """Tell whether p2pd answers in time."""
+        """Check whether p2pd answers in time."""
         return self.run(self.p2p.answers(seconds), seconds + DHT_SECONDS)
 
     def ping(self, peers: Mapping[str, Sequence[str]]) -> int:

@@ -170,7 +170,7 @@ def _endpoint_of(address: str) -> str:
 
 
 def is_address_of(address: str, peer: str) -> bool:
-    """Tell whether a text is a multiaddr of this peer."""
+    """Check whether a text is a multiaddr of this peer."""
     try:
         parsed = Multiaddr(address)
     except Exception:  # noqa: BLE001 - the parser raises a dozen types; all mean "no"

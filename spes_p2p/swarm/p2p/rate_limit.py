@@ -58,7 +58,7 @@ class Allowance:
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, peer: str, now: float) -> bool:
-        """Tell whether a peer may do it now, in monotonic seconds, and count that."""
+        """Check whether a peer may do it now, in monotonic seconds, and count that."""
         left, since = self._left.pop(peer, (float(self._burst), now))
         left = min(left + (now - since) / self._pause_seconds, float(self._burst))
         self._left[peer] = (left - 1.0, now) if left >= 1.0 else (left, now)
