@@ -121,19 +121,21 @@ class ShardFormat(NamedTuple):
         open: Returns its shards; takes the path, the entries of the vocabulary, and a cache for what must be unpacked.
         tokens: Ending of files beside it that hold the tokens, if it does not itself.
         beside: Endings of other files that belong to it.
+        is_one: Checks the content of a file whose name may also be another program's.
     """
 
     ending: str
     open: Callable[[Path, int, Path], list[Shard]]
     tokens: str | None = None
     beside: tuple[str, ...] = ()
+    is_one: Callable[[Path], bool] | None = None
 
 
 FORMATS = (
     ShardFormat(".npy", _numpy, None, (DOCUMENTS_SUFFIX,)),
     ShardFormat(".ds", _datatrove, None, (".index", ".metadata", ".loss")),
     ShardFormat(".idx", _megatron, ".bin"),
-    ShardFormat(MDS_INDEX, open_mds, MDS, (".zstd", ".lock")),
+    ShardFormat(MDS_INDEX, open_mds, MDS, (".zstd", ".lock"), is_mds_index),
 )
 TOKENS = {each.ending for each in FORMATS} | {each.tokens for each in FORMATS}
 """Endings of files of tokens."""
@@ -144,7 +146,7 @@ SIDECARS = tuple(ending for each in FORMATS for ending in (each.tokens, *each.be
 def format_of(path: Path) -> ShardFormat | None:
     """Return the format of a file that can be opened; None if it is no shard, or belongs to another file."""
     found = next((each for each in FORMATS if path.name.endswith(each.ending)), None)
-    return None if found is not None and found.open is open_mds and not is_mds_index(path) else found
+    return None if found is not None and found.is_one is not None and not found.is_one(path) else found
 
 
 def open_shards(path: Path, vocab_size: int, cache: Path) -> list[Shard]:

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.cli import explain
-from spes_p2p.data.mds import MDS, listed
+from spes_p2p.data.mds import listed
 from spes_p2p.data.shard import Shard, mapped
 from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, FORMATS, SIDECARS, TOKENS, format_of, is_raw, open_shards
 from spes_p2p.errors import ConfigError, DataError
@@ -207,7 +207,9 @@ def _no_shard(path: Path) -> DataError:
 
 
 def _of_file(path: Path) -> Iterator[Path]:
-    index = next((path.with_suffix(each.ending) for each in FORMATS if path.suffix == each.tokens != MDS), None)
+    # `.suffix`: each file of tokens has an index; otherwise one index is for the whole folder.
+    own = (each.ending for each in FORMATS if path.suffix == each.tokens and each.ending.startswith("."))
+    index = next((path.with_suffix(ending) for ending in own), None)
     if index is not None:  # as with Megatron's .bin
         if not index.exists():
             raise DataError(f"{index} does not exist, but its {path.suffix} does; fetch it as well")
