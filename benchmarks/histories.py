@@ -37,7 +37,7 @@ from spes_p2p.swarm.p2p.identity import hashed_peer_id
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "histories.json"
 QUIET_SECONDS = 3600.0
-"""Virtual time after the chaos in which a round must be certified."""
+"""Virtual time after the chaos, and after a return to an earlier round, in which a round must be certified."""
 BROKEN = {
     "honest": ("forks", "lost", "stands", "apart", "wrongly_convicted", "moved", "unvouched", "revoked_votes"),
     "twice": ("unproven", "stands", "wrongly_convicted"),
@@ -73,7 +73,7 @@ async def history(seed: int, kind: str = "honest", only: str = "") -> dict[str, 
     if world.reopened:  # who was cut off then went on in the old generation; its user sees that, and goes back too
         for node in honest:
             node.guarded(node.reopen)
-        await _run(60)
+        await _run(QUIET_SECONDS, lambda: all(node.last.round > head.round for node in honest))
     stands = answers and any(node.last.round <= head.round for node in honest)
     for node in world.nodes.values():
         node.stop()

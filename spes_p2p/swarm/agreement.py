@@ -416,7 +416,7 @@ class Agreement:
             return
         if of.meeting is not None:  # it is late, and waits for the next attempt, or for the certificate
             return self._post(peer, of.meeting)
-        if of.entered.get(peer) == entered:
+        if entered.member is None or of.entered.get(peer) == entered:  # a bare one tells the attempt
             return
         stated = self.attempts.of(entry.voted) if entry.voted is not None else None
         known = stated.proposals.get(entry.body) if stated is not None else None

@@ -77,10 +77,13 @@ class Voter:
         self._save = save
         self.has_left = False
         last = following.chain.last
-        self.promises = promises or Promises()
-        if promises is None or promises.previous not in (last.digest, last.previous):  # guard: never
-            self.promises = self._blank(lost_at=None if is_new and promises is None else wire.now())
-        elif promises.previous != last.digest:  # the process ended between the certificate and the promises
+        # guard: None if is_new else wire.now() -> None
+        self.promises = promises or Promises(lost_at=None if is_new else wire.now())
+        self._lost_at = self.promises.lost_at
+        """Set if promises are lost whose branch is unknown."""
+        if promises is not None and promises.previous not in (last.digest, last.previous):  # guard: never
+            self.promises = self._blank(lost_at=wire.now())
+        elif self.promises.previous != last.digest:  # the process ended between the certificate and the promises
             self.promises = self._blank()
         self.statements = Statements(keys, self.promises.proofs)
         self.forgetful = {self._me} if self.is_lost else set()
@@ -144,9 +147,12 @@ class Voter:
         return any(vote.is_signed(self._keys) for vote in mine)  # guard: return False
 
     def go_back(self, *, is_chosen: bool) -> None:
-        """Begin the round after the last certificate of another chain; in a generation that the user has begun nothing
-        is promised yet."""
-        self._renew(**({"lost_at": None} if is_chosen else {}))
+        """Begin the round after the last certificate of another chain.
+
+        In a generation that the user has begun nothing is promised yet. If the disk has lost its promises, they may be
+        of another generation to which all agree to go, and count as lost all the same.
+        """
+        self._renew(**({"lost_at": self._lost_at} if is_chosen else {}))  # guard: self._lost_at -> None
 
     def _renew(self, **changes: object) -> None:
         self.promises = self._blank(**changes)  # first: the disk may be full
@@ -292,7 +298,7 @@ class Voter:
         """
         entry, proposal = entered.entry, entered.proposal
         if not entered.is_whole:
-            return "its roster entry is missing"
+            return "its roster entry is not the one that it signed"
         if entry.voted is None:
             return ""
         if entry.peer_id not in self._following.chain.last.voters:

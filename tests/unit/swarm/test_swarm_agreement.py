@@ -665,16 +665,17 @@ def test_votes_of_two_generations_prove_nothing(is_reopened):
     assert virtually(run()) != is_reopened
 
 
-def test_a_user_who_goes_back_to_a_round_lets_a_voter_without_its_promises_vote():
+@pytest.mark.parametrize("promises", [None, Promises(previous=digest("round 18"), round=19)])
+def test_a_user_who_goes_back_to_a_round_lets_a_voter_vote_unless_its_promises_are_lost(promises):
     round = Round()
 
     async def run():
-        peer = Peer(round, follower(round), is_new=False)
+        peer = Peer(round, follower(round), promises=promises, is_new=False)
         peer.agreement.go_back()
         peer.receive(round.propose())
         return bool(peer.votes())
 
-    assert virtually(run())
+    assert virtually(run()) == (promises is not None)
 
 
 def test_a_goodbye_removes_its_author_alone_and_ends_with_a_later_entry():
