@@ -64,8 +64,10 @@ class Codec(ABC):
 
     non_negative: ClassVar[bool] = False
     """Whether values are never negative, and no positive one may become 0: second moments."""
+    is_sparse: ClassVar[bool] = False
+    """Whether most elements become 0: the sender trains on with what it has not sent (docs/protocol.md)."""
     block: ClassVar[int] = 1
-    """W, the elements that share a scale; a divisor of 1024."""
+    """W, the elements that share a scale; a divisor of 1024, unless a last block may be shorter at no cost."""
     max_error: ClassVar[float]
     """Largest norm of a block's rounding error, as a share of the block's norm: 0 if lossless. Below 1, because error
     feedback diverges otherwise."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spes_p2p.codecs import paged
 from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, encode_with_error
 
-LOSSY = ["bf16", "int8", "int4"]
+LOSSY = ["bf16", "int8", "int4", "sparse-8", "sparse-32"]
 
 
 @pytest.mark.parametrize("name", LOSSY)
