@@ -23,6 +23,8 @@ PART_NUMEL = 65_536
 MIN_PART_NUMEL = 16_384
 PARTS = 64
 """Parts that a long segment has at least, so that many members can reduce about equal shares of it."""
+DENSE = "int4"
+"""Codec of the first rounds of a run in a sparse one."""
 
 
 def codec_named(name: str, non_negative: bool = False) -> Codec:
@@ -49,6 +51,12 @@ class Segment:
     """Whether these are second moments: decoded values are never negative, and no positive one becomes 0."""
     interval: int = 1
     """The segment travels in rounds that are multiples of this."""
+    dense_rounds: int = 0
+    """Rounds at the run's start in which it travels in `DENSE`."""
+
+    def at(self, round: int) -> Segment:
+        """Return the segment as it travels in a round."""
+        return replace(self, codec=DENSE) if 0 < round <= self.dense_rounds else self
 
     def __post_init__(self) -> None:
         assert self.numel >= 0 and self.interval >= 1, f"segment of numel={self.numel}, interval={self.interval}"
@@ -222,15 +230,20 @@ class ErrorFeedback:
         """Names with a residual."""
         return set(self._residuals)
 
-    def encode(self, name: str, format: Format, flat_N: Tensor) -> tuple[Tensor, PagedVector | None]:
+    def encode(
+        self, name: str, format: Format, flat_N: Tensor, *, has_residual: bool = False
+    ) -> tuple[Tensor, PagedVector | None]:
         """Encode a vector plus the residual of its first segment, the delta; moments have no residual.
+
+        Args:
+            has_residual: Whether the vector contains the residual already.
 
         Returns:
             The bytes, uint8 [format.num_bytes], and the new residual to `keep` at the commit; None if the delta's
             codec is exact. Of an exact format they are the vector's own memory, unless it has an old residual.
         """
         numel = format.segments[0].numel if format.segments else 0
-        kept = self._residuals.get(name)
+        kept = None if has_residual else self._residuals.get(name)
         if kept is not None and kept.numel != numel:
             raise ValueError(f"the error kept for {name} has {kept.numel} elements, not {numel}; forget it first")
         is_exact = not numel or format.parts[0].codec.max_error == 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
 
 from spes_p2p.codecs import CODECS
 from spes_p2p.config.checkpoint import (
@@ -329,6 +329,18 @@ class CodecConfig(Frozen):
     """Optimizer moments, where the run averages them (`outer.moments`)."""
     moments_interval: Rounds = 1
     """Average the moments every so many rounds."""
+    dense_rounds: Annotated[int, Field(ge=0, le=MAX_ROUNDS)] = 0
+    """Rounds at the run's start in which deltas of a `sparse` codec travel in int4: sparse ones trail early."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the newer setting where it says nothing: manifests without it stay what they were."""
+        found = handler(self)
+        return {key: found[key] for key in found if key != "dense_rounds" or found[key]}
+
+    def dense_rounds_of(self, codec: str) -> int:
+        """Return the rounds in which deltas of a codec travel in int4."""
+        return self.dense_rounds if codec.startswith("sparse") else 0
 
 
 class MergeConfig(Frozen):

@@ -369,14 +369,20 @@ class HivemindSwarm:
         linked = self._machine.links.connected_to(self._membership.last_read(Claim).keys())
         return stated_links(self.peer_id, linked, last)
 
-    def keep_residuals(self, result: RoundResult, committed: Collection[VectorName]) -> None:
-        """Keep the residuals of a result's committed groups, and drop the others'; all if this peer fell behind."""
+    def keep_residuals(
+        self, result: RoundResult, committed: Collection[VectorName], unchanged: Collection[VectorName] = ()
+    ) -> None:
+        """Keep the residuals of a result's committed groups, and drop the others'; all if this peer fell behind.
+
+        Args:
+            unchanged: Groups whose vectors the round's certificate leaves as they were.
+        """
         tried, self._results = self._results, []  # whose means take memory
         averaged = next((each for made, each in tried if made.means is result.means), Averaged())
         self._encoded_deltas = None
         self._encoded = {}
         if SHARED in committed:
-            self._encoding.commit(committed)
+            self._encoding.commit(committed, unchanged)
         else:
             self._encoding.forget()
             self.exchange.server.release()
@@ -399,9 +405,14 @@ class HivemindSwarm:
         """Return the rounding errors of this peer's own deltas, by group; they are added to a later delta."""
         return self._encoding.feedback.residuals()
 
-    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Restore what `residuals` returned before a restart. Valid only for the same anchors."""
-        self._encoding.feedback.restore(residuals)
+    def kept_residuals(self, names: Collection[VectorName]) -> Mapping[str, PagedVector]:
+        """Return the residuals that the weights of these vectors have from their anchors; drop those of all others."""
+        self._encoding.hold(names)
+        return self._encoding.kept()
+
+    def restore_residuals(self, residuals: Mapping[str, Tensor], *, has_same_anchors: bool) -> None:
+        """Restore what `residuals` returned before a restart; of other anchors, only what the weights keep."""
+        self._encoding.restore(residuals, has_same_anchors=has_same_anchors)
 
     # ------------------------------------------------------------------ versions
 

@@ -56,7 +56,7 @@ class Anchors:
         codecs, interval = self._codecs, self._codecs.moments_interval
         return {
             kind: (
-                Segment(numel, codecs.shared if kind == SHARED else codecs.slots),
+                Segment(numel, codec := self._codec(kind), dense_rounds=codecs.dense_rounds_of(codec)),
                 *(
                     Segment(numel, codecs.moments, non_negative=moment == "exp_avg_sq", interval=interval)
                     for moment in self._moments[kind]
@@ -64,6 +64,9 @@ class Anchors:
             )
             for kind, numel in self._numels.items()
         }
+
+    def _codec(self, name: str) -> str:
+        return self._codecs.shared if name == SHARED else self._codecs.slots
 
     def vectors(self) -> Vectors:
         """Return what a swarm must know of the run's vectors."""
@@ -124,14 +127,18 @@ class Anchors:
             round: The round to be committed; moments travel in some rounds only.
             overwrites: Whether the delta takes the memory of `local`.
         """
-        delta = local if overwrites else torch.empty_like(local)
-        for here, anchor in self._weights[name].pieces():
-            torch.sub(anchor, local[here], out=delta[here])
+        delta = self.less(name, local, local if overwrites else torch.empty_like(local))
         if not self.averages_moments(round):
             return delta
         if moments is None:
             moments = delta.new_zeros(len(self._moments[name.kind]) * delta.numel())
         return torch.cat([delta, moments])
+
+    def less(self, name: VectorName, other: Tensor, out: Tensor) -> Tensor:
+        """Return the anchor minus another vector, in `out`, which may be that vector."""
+        for here, anchor in self._weights[name].pieces():
+            torch.sub(anchor, other[here], out=out[here])
+        return out
 
     def stepped(self, name: VectorName, mean: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return a member's next bundle, from a mean contribution and a merge's shift, and the mean moments, if any.
@@ -144,7 +151,7 @@ class Anchors:
         """
         numel, momentum = self._numels[name.kind], self._momenta.get(name)
         has_state = self._outer.has_state
-        is_own = codec_named(self._codecs.shared if name == SHARED else self._codecs.slots).max_error > 0
+        is_own = codec_named(self._codec(name)).max_error > 0
         bundle = mean[:numel] if is_own and not has_state else mean.new_empty((1 + has_state) * numel)
         momenta = (piece for _, piece in momentum.pieces()) if momentum is not None else itertools.repeat(None)
         for (here, anchor), before in zip(self._weights[name].pieces(), momenta, strict=False):

@@ -326,8 +326,9 @@ def restore(saved: Saved, trainer: Trainer, sync: Synchroniser) -> None:
         return
     moments = _under(MOMENTS, saved.tensors)
     trainer.load_state_tensors({k: m for k, m in moments.items() if k.split("/")[0] in trainer.names})
-    if sync.swarm.versions()[SHARED].digest in {each.digest for each in saved.state.versions if each.name == SHARED}:
-        sync.swarm.restore_residuals(_under(RESIDUALS, saved.tensors))
+    shared = {each.digest for each in saved.state.versions if each.name == SHARED}
+    residuals = {name: each for name, each in _under(RESIDUALS, saved.tensors).items() if name in trainer.names}
+    sync.swarm.restore_residuals(residuals, has_same_anchors=sync.swarm.versions()[SHARED].digest in shared)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

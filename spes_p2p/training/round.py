@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,6 +129,7 @@ class TrainingLoop:
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
             restore(saved, self._trainer, self._sync)
+            self._keep(self._trainer.names)
         if intent.trains:
             tokens, places = self._trainer.calibrate(measures=not self._sync.follows_others)
             self._tokens_per_second = tokens
@@ -337,7 +338,23 @@ class TrainingLoop:
         else:
             trainer.load(LazyVectors([name for name in vectors if name not in adopted], vectors.__getitem__))
         trainer.load({name: vector for name, vector in (moments or {}).items() if name.weights in trainer.names})
+        self._keep([name for name in vectors if name in own], own - adopted)
         trainer.give_back()
+
+    def _keep(self, names: Collection[VectorName], trained: Collection[VectorName] | None = None) -> None:
+        """Train on with what was not sent yet, where a sparse codec leaves most of it: the anchor minus the residual.
+
+        Args:
+            names: Vectors that the model has as their anchors are.
+            trained: Vectors that were trained before now, too; by default `names`.
+        """
+        residuals, anchors = self._sync.swarm.kept_residuals(names if trained is None else trained), self._sync.anchors
+
+        def local(name: VectorName) -> Tensor:
+            residual = residuals[name].whole()
+            return anchors.less(name, residual, torch.empty_like(residual))
+
+        self._trainer.load(LazyVectors([name for name in names if name in residuals], local))
 
     def _save(self) -> None:
         if self._checkpoint is not None:

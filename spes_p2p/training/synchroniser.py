@@ -230,7 +230,7 @@ class Synchroniser:
             self.anchors.set(name, self.swarm.mapped(name))
         self.num_committed = len({*own} & {*self.held.names})
         self.held.unloaded.update((*own, *self.held.names))  # the model has what was trained instead
-        self.swarm.keep_residuals(result, own)
+        self.swarm.keep_residuals(result, own, [name for name in self.held.names if _is_unchanged(name, body)])
 
     # ------------------------------------------------------------------ when a round ends
 
@@ -314,5 +314,9 @@ class Synchroniser:
 
 def _why_false(name: VectorName, body: Body | None) -> str:
     """Return why a round's certificate does not name what this peer has made of a vector."""
-    is_unchanged = body is not None and name.slot is not None and body.slots[name.slot].round < body.round
-    return "too few have confirmed it" if is_unchanged else "the round's certificate names another version"
+    return "too few have confirmed it" if _is_unchanged(name, body) else "the round's certificate names another version"
+
+
+def _is_unchanged(name: VectorName, body: Body | None) -> bool:
+    """Check whether a round's certificate leaves a slot as it was."""
+    return body is not None and name.slot is not None and body.slots[name.slot].round < body.round

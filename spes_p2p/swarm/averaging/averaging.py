@@ -228,7 +228,7 @@ class Averaging:
     def _keep(self, residuals: Mapping[VectorName, tuple[int, Tensor]]) -> None:
         for name, (start, error) in residuals.items():
             numel = self._encoding.format(name, 0).segments[0].numel
-            kept = self._residuals.setdefault(name, _zeros(numel))
+            kept = self._residuals[name] = _zeros(numel)  # what others reduce now has no residual here
             kept[start : start + error.numel()] = error
 
     # ------------------------------------------------------------------ streams

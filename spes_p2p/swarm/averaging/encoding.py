@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.format import ErrorFeedback, Format, Segment
+from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, codec_named
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import from_bytes
@@ -90,7 +90,8 @@ class Vectors:
 class DeltaEncoding:
     """Encodes one peer's contributions and decodes the swarm's means.
 
-    The residual of a committed delta is added to the next delta of the same group (`ErrorFeedback`).
+    The residual of a committed delta is added to the next delta of the same group (`ErrorFeedback`). With a sparse
+    codec the residual is most of the delta, so the peer *keeps* it in its own weights, where the next delta finds it.
 
     Args:
         segments: Contents and codecs of a vector, for the kinds `shared` and `slot`: the delta, then averaged moments.
@@ -103,10 +104,16 @@ class DeltaEncoding:
         self.feedback = ErrorFeedback(folder)
         """The residuals of committed deltas, by group."""
         self._pending: dict[str, PagedVector | None] = {}
+        self._sent: dict[VectorName, tuple[Format, Tensor]] = {}
+
+    def keeps(self, name: str) -> bool:
+        """Check whether peers keep the residuals of a group's deltas in their weights."""
+        return codec_named(self._segments[VectorName(name).kind][0].codec).is_sparse
 
     def format(self, name: str, round: int) -> Format:
         """Return the format of a group's vector in the round that commits it."""
-        segments = tuple(part for part in self._segments[VectorName(name).kind] if round % part.interval == 0)
+        parts = self._segments[VectorName(name).kind]
+        segments = tuple(part.at(round) for part in parts if round % part.interval == 0)
         if segments not in self._formats:
             self._formats[segments] = Format(segments)
         return self._formats[segments]
@@ -118,35 +125,63 @@ class DeltaEncoding:
         the others lose nothing.
         """
         member, round = contribution.member, contribution.member.round + 1
-        for name in self.feedback.names - set(contribution.deltas):
-            self.feedback.drop(name)
+        self._drop(name for name in self.feedback.names - set(contribution.deltas) if not self.keeps(name))
         encoded: dict[VectorName, Tensor] = {}
         self._pending = {}
         formats = {VectorName(name): self.format(name, round) for name in contribution.deltas}
         try:
             for name, format in formats.items():
-                encoded[name], self._pending[name] = self.feedback.encode(name, format, contribution.deltas[name])
+                encoded[name], self._pending[name] = self.feedback.encode(
+                    name, format, contribution.deltas[name], has_residual=self.keeps(name)
+                )
         except ValueError as error:
             log.warning("round %d: dropping this peer's work, because %s cannot be encoded: %s", round, name, error)
             self._pending = {}
             zeros = {name: torch.zeros(format.num_bytes, dtype=torch.uint8) for name, format in formats.items()}
             return member.model_copy(update={"tokens": 0}), zeros
+        self._sent = {name: (format, encoded[name]) for name, format in formats.items()}
         if not member.tokens:
             self._pending = {}  # nothing of it counts, so the residual is still to be sent
         return member, encoded
 
-    def commit(self, committed: Iterable[str]) -> None:
-        """Keep the residuals of the committed groups; those of the others are dropped together with their deltas."""
-        for name in committed:
-            residual = self._pending.get(name)
-            if residual is not None:
-                self.feedback.keep(name, residual)
-        self._pending = {}
+    def commit(self, committed: Collection[str], unchanged: Collection[str] = ()) -> None:
+        """Keep the residuals of the committed groups; those of the others are dropped together with their deltas.
+
+        Args:
+            unchanged: Groups whose vectors the round's certificate leaves as they were: of a kept delta nothing counts
+                as sent.
+        """
+        for name, residual in self._pending.items():
+            is_unsent = name in unchanged and self.keeps(name)
+            if residual is None or not (is_unsent or name in committed):
+                continue
+            if is_unsent:
+                format, data = self._sent[VectorName(name)]
+                sent_N = format.decode(data)
+                for here, piece in residual.pieces():
+                    piece += sent_N[here]
+            self.feedback.keep(name, residual)
+        self._pending, self._sent = {}, {}
 
     def forget(self) -> None:
-        """Discard all residuals: the peer did not commit the round, so its next deltas have another start."""
-        self._pending = {}
-        for name in self.feedback.names:
+        """Discard the deltas of a round that the peer did not commit, and residuals that are not kept in weights."""
+        self._pending, self._sent = {}, {}
+        self._drop(name for name in self.feedback.names if not self.keeps(name))
+
+    def hold(self, names: Collection[str]) -> None:
+        """Drop the kept residuals of slots that this peer does not train any more, or only from now on."""
+        self._drop(name for name in self.feedback.names - set(names) if self.keeps(name))
+
+    def kept(self) -> dict[str, PagedVector]:
+        """Return the residuals that the weights of this peer have from its own anchors."""
+        return {name: residual for name, residual in self.feedback.residuals().items() if self.keeps(name)}
+
+    def restore(self, residuals: Mapping[str, Tensor], *, has_same_anchors: bool) -> None:
+        """Go on with the residuals of an earlier process; only kept ones fit other anchors."""
+        self.feedback.restore({n: each for n, each in residuals.items() if has_same_anchors or self.keeps(n)})
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in [*names]:
             self.feedback.drop(name)
 
     def decode(self, name: str, round: int, data: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ A stream begins with a narrow window, which widens by round trips: one or two st
 a slice, and many cost processor time."""
 ALL_REDUCE = 2
 """Attempts in which all members reduce that can."""
+MAX_RESIDUAL = 4.0
+"""Longest that the residual of a sparse mean may be, in lengths of the mean: more is what liars sent."""
 MIN_SENDERS = 5
 """Senders below which an outlier cannot be told from the others."""
 Message = tuple[Part, ...]
@@ -169,6 +171,9 @@ def reduce_message(
         mean_N = weighted_mean([piece for piece, _ in sent], [weight for _, weight in sent], total)
         if here.stop <= residual.numel():
             data, new_residual = encode_with_error(part, mean_N, residual[here])
+            if part.codec.is_sparse:
+                longest = MAX_RESIDUAL * float(mean_N.norm())
+                new_residual *= min(1.0, longest / max(float(new_residual.norm()), 1e-30))
             residuals.append(new_residual)
         else:
             data = plan.format.encode_part(part, mean_N)

@@ -148,7 +148,7 @@ def test_the_bytes_mean_what_the_codec_says():
     ids=str,
 )
 def test_what_no_encoder_writes_is_refused(bad):
-    with pytest.raises(ExchangeError, match="payload holds .*; fetch it from another peer"):
+    with pytest.raises(ExchangeError, match=r"payload holds .*; fetch it from another peer"):
         Format([Segment(128, "sparse-32")]).decode(encoded("sparse-32", 128, **CHUNK | bad))
 
 

@@ -181,7 +181,7 @@ ROSTERS = {
 }
 
 
-@pytest.mark.parametrize("codec", ["int4", "fp32"])
+@pytest.mark.parametrize("codec", ["int4", "fp32", "sparse-32"])
 @pytest.mark.parametrize("entries", ROSTERS.values(), ids=ROSTERS)
 def test_all_members_get_the_bytes_that_one_process_makes_round_after_round(entries, codec):
     with swarm([member(peer, **each) for peer, each in zip(PEERS, entries, strict=False)], codec) as here:
@@ -198,6 +198,22 @@ def test_all_members_get_the_bytes_that_one_process_makes_round_after_round(entr
                     assert mine.residuals[name][0] == start and torch.equal(mine.residuals[name][1], error)
                     here.peers[peer].errors[name][start : start + error.numel()] = error
                 here.call(here.peers[peer].averaging.keep_residuals(mine, groups))
+
+
+def test_a_residual_ends_where_another_member_reduces_the_slice():
+    """Otherwise it would come back, rounds later, to a mean that it is no part of."""
+    with swarm([member(peer) for peer in PEERS[:3]]) as here:
+        for count in (3, 2):
+            for peer in list(here.peers)[count:]:
+                here.peers.pop(peer)
+            here.draw(count)
+            averaged = here.average()
+            for peer, each in averaged.items():
+                here.call(here.peers[peer].averaging.keep_residuals(each, [SHARED]))
+        start, error = averaged[PEERS[1]].residuals[SHARED]
+        kept = here.peers[PEERS[1]].averaging._residuals[SHARED]
+        assert 0 < NUMEL // 3 < start and torch.equal(kept[start : start + error.numel()], error)
+        assert error.any() and not kept[:start].any()
 
 
 def test_residuals_end_with_a_round_that_does_not_commit():

@@ -87,7 +87,7 @@ def test_a_member_with_a_slow_uplink_reduces_nothing():
     assert shares[1] == 0 and shares[0] == pytest.approx(1 / 3)
 
 
-@given(st.integers(1, 400_000), speeds, st.sampled_from(["fp32", "bf16", "int8", "int4"]))
+@given(st.integers(1, 400_000), speeds, st.sampled_from(["fp32", "bf16", "int8", "int4", "sparse-32"]))
 def test_slices_hold_every_part_once_and_in_order(numel, uplinks, codec):
     format = Format([Segment(numel, codec), Segment(numel // 3, "fp32")])
     cut = slices(format, reduced_shares(uplinks))
@@ -112,7 +112,7 @@ def test_slices_hold_every_part_once_and_in_order(numel, uplinks, codec):
             assert size <= MESSAGE_BYTES or len(message) == 1
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "sparse-32"])
 def test_a_mean_reduced_by_messages_is_the_mean_and_its_error_what_is_missing(seed, codec):
     numel = 200_001
     format = Format([Segment(numel, codec), Segment(numel, "fp32")])
@@ -140,6 +140,22 @@ def test_a_mean_reduced_by_messages_is_the_mean_and_its_error_what_is_missing(se
         torch.testing.assert_close(mean[:numel] + left, true[:numel] + error, atol=1e-5, rtol=1e-5)
         assert left.any()
     assert torch.equal(mean[numel:], true[numel:]), "moments are states, and are not fed back"
+
+
+def test_the_residual_of_a_sparse_mean_is_at_most_four_times_the_mean(seed):
+    """Otherwise what a liar sent once would come back for many rounds."""
+    last, format = last_body(PEERS[:2]), Format([Segment(4096, "sparse-32")])
+    start = {"round": last.round, "previous": last.digest, "slots": (), "tokens_per_second": 1.0}
+    entries = [Member(peer_id=peer, tokens=1, **start, ready_at=1.0, sync_seconds=0.0) for peer in PEERS[:2]]
+    plan = GroupPlan.in_roster(Roster(entries, last), PEERS[:2], format)
+    (message,) = next(messages for messages in plan.slices if messages)
+    values = format.decode(format.encode(torch.randn(4096, generator=torch.Generator().manual_seed(seed))))
+    for times in (1.0, 100.0):
+        residual = times * torch.randn(4096, generator=torch.Generator().manual_seed(seed + 1))
+        data, left = reduce_message(plan, message, [values, values], residual)
+        whole = values + residual - format.decode(data)
+        cosine = (left @ whole) / (left.norm() * whole.norm())
+        assert left.norm() == pytest.approx(min(whole.norm(), 4 * values.norm())) and cosine > 0.9999
 
 
 def test_a_message_of_another_length_is_refused():
