@@ -33,6 +33,8 @@ MIN_AGREEMENT = 0.2
 OUTLIER_SHARE = 0.2
 """Share of the median member's cosine below which a delta is unrelated to the others'. Means below minus this share
 point the other way."""
+SPARSE_AGREEMENT, SPARSE_SHARE = 0.4, 0.0
+"""Both of sparse deltas: what a peer brings after a pause is honest, and unrelated to the others'."""
 FAR = 6.0
 """Typical distances from the centre beyond which a delta is evidence."""
 MAX_TIMES_OWN = 10.0
@@ -83,7 +85,8 @@ def centered_clip_weights(
 
     Args:
         weights: Positive, at least `MIN_SENDERS`.
-        tokens: Tokens that the vectors have grown with; equal for vectors that do not grow, as moments.
+        tokens: Tokens that the vectors have grown with; equal for vectors that do not grow with them, as moments, and
+            sparse deltas, which are mostly of earlier rounds.
         clip: Median distances from the centre that are not clipped.
     """
     scaled_nn, share_n = per_token(gram_nn, tokens)
@@ -197,6 +200,7 @@ class Auditor:
         num_segments, num_senders = len(plan.format.segments), len(plan.senders)
         self._gram_snn = torch.zeros(num_segments, num_senders, num_senders, dtype=torch.float64)
         others = [index for index in range(len(plan.peers)) if index != self._me]
+        self._is_sparse = any(part.codec.is_sparse for part in plan.format.parts)
         self._means = {index: torch.zeros(num_segments, 3, dtype=torch.float64) for index in others}
         self._proofs: dict[str, Evidence] = {}
         self.clipped = Counter[str]()
@@ -246,12 +250,12 @@ class Auditor:
     def _robust(self, part: Part, gram_nn: Tensor, weights: list[float], here: Sequence[int]) -> list[float]:
         plan, power = self._plan, _power(self._plan.format.segments[part.segment])
         tokens = [plan.tokens[plan.senders[place]] for place in here]
+        grows = part.segment == 0 and not self._is_sparse
         if len(here) >= MIN_SENDERS:
-            grown = tokens if part.segment == 0 else [1.0] * len(here)
-            return centered_clip_weights(gram_nn, weights, grown, CLIP**power)
+            return centered_clip_weights(gram_nn, weights, tokens if grows else [1.0] * len(here), CLIP**power)
         own = [number for number, place in enumerate(here) if plan.senders[place] == self._me]
         guests = [plan.peers[plan.senders[place]] in plan.guests for place in here]
-        weights = vouched_weights(gram_nn, weights, weights if part.segment == 0 else [1.0] * len(here), guests)
+        weights = vouched_weights(gram_nn, weights, weights if grows else [1.0] * len(here), guests)
         if not own:
             return weights
         return length_clipped_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, plan.usual_tokens)
@@ -289,7 +293,8 @@ class Auditor:
                 cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
         if len(cosines) >= MIN_SENDERS - 1:  # guard: never
             # Our own delta may be small, and mostly noise; a mean that points the other way is no accident.
-            for index in outliers(list(cosines.values()), -OUTLIER_SHARE):
+            least_agreement = SPARSE_AGREEMENT if self._is_sparse else MIN_AGREEMENT
+            for index in outliers(list(cosines.values()), -OUTLIER_SHARE, least_agreement):
                 peer = self._plan.peers[list(cosines)[index]]
                 found.setdefault(peer, Evidence("its mean points away from our delta", False))
         return found
@@ -316,10 +321,12 @@ class Auditor:
         gram_nn = self._gram_snn[0]
         if not bool((gram_nn.diagonal() > 0).any()):
             return {}
-        scaled_nn, share_n = per_token(gram_nn, [self._plan.tokens[index] for index in senders])
+        tokens = [1.0 if self._is_sparse else self._plan.tokens[index] for index in senders]
+        scaled_nn, share_n = per_token(gram_nn, tokens)
         centre_n = medoid(scaled_nn)
         times = (distances(scaled_nn, centre_n) / typical_distances(scaled_nn, centre_n, share_n)).tolist()
-        against = outliers(_cosines(gram_nn))
+        bounds = (SPARSE_SHARE, SPARSE_AGREEMENT) if self._is_sparse else (OUTLIER_SHARE, MIN_AGREEMENT)
+        against = outliers(_cosines(gram_nn), *bounds)
         for place, index in enumerate(senders):
             if times[place] > FAR:  # guard: never
                 found[peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
@@ -343,11 +350,13 @@ def _cosines(gram_nn: Tensor) -> list[float]:
     return (inner_n / others_n).tolist()
 
 
-def outliers(cosines: Sequence[float], share: float = OUTLIER_SHARE) -> set[int]:
+def outliers(
+    cosines: Sequence[float], share: float = OUTLIER_SHARE, least_agreement: float = MIN_AGREEMENT
+) -> set[int]:
     """Return the places of cosines below this share of the median; none if the median member disagrees too."""
     median = sorted(cosines)[len(cosines) // 2]
     return (
         {place for place, cosine in enumerate(cosines) if cosine < share * median}
-        if median > MIN_AGREEMENT  # guard: always
+        if median > least_agreement  # guard: always
         else set()
     )
