@@ -5,7 +5,12 @@ CODECS: dict[str, tuple[str, str | None]] = {
     "bf16": ("blocks:Bf16", "blocks:NonNegativeBf16"),
     "int8": ("blocks:Int8", "blocks:RootInt8"),
     "int4": ("blocks:Int4", None),
-    **{f"sparse-{rarity}": (f"sparse:Sparse{rarity}", None) for rarity in (8, 16, 32, 64, 128)},
+    "sparse-8": ("sparse:Sparse", None),
+    "sparse-16": ("sparse:Sparse", None),
+    "sparse-32": ("sparse:Sparse", None),
+    "sparse-64": ("sparse:Sparse", None),
+    "sparse-128": ("sparse:Sparse", None),
 }
-"""Codecs by their name in a run's settings: the class, and the class for values that are never negative and of which no
-positive one may become 0, if there is one. Text, because settings are read before torch is imported."""
+"""Codecs by their name in a run's settings: the class, which takes the name's number, and the class for values that are
+never negative and of which no positive one may become 0, if there is one. Text, because settings are read before torch
+is imported."""

@@ -37,7 +37,8 @@ def codec_named(name: str, non_negative: bool = False) -> Codec:
     if name not in offered:
         what = "a codec of second moments" if non_negative else "a codec"
         raise ConfigError(f"{name} is not {what}; choose one of {', '.join(offered)}")
-    return pkgutil.resolve_name(f"spes_p2p.codecs.{offered[name]}")()
+    arguments = [int(each) for each in name.split("-")[1:]]
+    return pkgutil.resolve_name(f"spes_p2p.codecs.{offered[name]}")(*arguments)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -155,6 +154,3 @@ def _two_scales(largest_CK: Array) -> tuple[Array, Array]:
         next_C1 = (low_C1 + high_C1) / 2
     scale_C2 = np.minimum(np.concatenate((low_C1, high_C1), axis=1), LARGEST_SCALE).astype(np.float32)
     return border_C1, to_scale_bits(torch.from_numpy(scale_C2)).numpy()
-
-
-Sparse8, Sparse16, Sparse32, Sparse64, Sparse128 = (partial(Sparse, rarity) for rarity in (8, 16, 32, 64, 128))

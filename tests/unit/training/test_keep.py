@@ -12,6 +12,7 @@ from spes_p2p.swarm.averaging.encoding import Contribution, DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import result_of
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Member
+from spes_p2p.training.checkpoint import MOMENTS, RESIDUALS, PeerState, Saved
 from spes_p2p.training.loss_gate import LossGate
 
 SPARSE = CodecConfig(shared="sparse-8", slots="sparse-8")
@@ -191,6 +192,21 @@ def test_a_restart_with_its_checkpoint_keeps_residuals_also_over_other_anchors()
     assert not dense.feedback.names
     dense.restore({SHARED: torch.ones(64)}, has_same_anchors=True)
     assert dense.feedback.names == {SHARED} and not dense.kept()
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_restart_goes_on_with_what_was_not_sent_if_there_is_a_checkpoint(has_checkpoint):
+    run = sparse_run(total=9, min_peers=1)
+    peer, before = make_peer(run, 4), make_peer(run, 4)
+    before.trainer.set_slots(range(4), {n: each for n, each in before.initial().items() if n != SHARED})
+    before.trainer.step(1e-2)
+    peer.swarm.publish(7, peer.initial())
+    tensors = {f"{MOMENTS}{name}": each for name, each in before.trainer.state_tensors().items()}
+    tensors[f"{RESIDUALS}{SHARED}"] = torch.full_like(peer.trainer.vector(SHARED), 0.1)
+    tensors[f"{RESIDUALS}slot-9"] = torch.ones(3)  # a slot that others hold now
+    state = PeerState("run", 5, (0, 1, 2, 3), 21, 999, {"position": 40})
+    peer.loop.open(None, Saved(state, tensors) if has_checkpoint else None)
+    assert has_kept(peer) == has_checkpoint and residuals(peer).keys() == ({SHARED} if has_checkpoint else set())
 
 
 def test_the_loss_gate_measures_the_anchors(monkeypatch):
