@@ -85,7 +85,7 @@ def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 FP32 = {"shared": "fp32", "slots": "fp32"}
 LOW_BITS = {
-    "codecs": {"shared": "int4", "slots": "int4", "moments": "int8", "moments_interval": 2},
+    "codecs": {"shared": "sparse-8", "slots": "int4", "moments": "int8", "moments_interval": 2},
     "frozen_storage": "nf4",
 }
 

@@ -42,7 +42,7 @@ def rounds_of(peer: Command) -> dict[int, tuple[int, str, tuple[int, ...]]]:
     return {int(r): (int(n), d, tuple(slots_in(s))) for r, n, d, s in found}
 
 
-FEW_BITS = {"codecs": {"shared": "int4", "slots": "int4", "moments": "int8"}, "frozen_storage": "nf4"}
+FEW_BITS = {"codecs": {"shared": "int4", "slots": "sparse-8", "moments": "int8"}, "frozen_storage": "nf4"}
 
 
 @pytest.fixture(
