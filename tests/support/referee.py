@@ -125,10 +125,10 @@ class Referee:
         """Keep the residuals of the committed means, as the peer does."""
         state.encoding.commit(result.committed)
         attempt = self._attempts(result).get(item.member.peer_id)
-        for name, (start, error) in (attempt.residuals if attempt else {}).items():
-            if name in result.committed and error.numel():
-                kept = state.errors.setdefault(name, torch.zeros(self._segments[VectorName(name).kind][0].numel))
-                kept[start : start + error.numel()] = error
+        for name in result.committed if attempt else ():
+            start, error = attempt.residuals.get(name, (0, torch.zeros(0)))
+            kept = state.errors[name] = torch.zeros(self._segments[VectorName(name).kind][0].numel)
+            kept[start : start + error.numel()] = error
 
 
 def _stated(member: Member) -> Member:

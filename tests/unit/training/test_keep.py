@@ -62,8 +62,10 @@ def test_a_peer_alone_trains_as_if_there_were_no_rounds():
         assert (peer.anchors.weights(name) - found).norm() > 0.05 * moved, "the anchor has most of it, not all"
 
 
-def test_after_each_round_weights_are_the_anchors_minus_the_residuals_and_anchors_are_the_same():
+@pytest.mark.parametrize("dense_rounds", [0, 2])
+def test_after_each_round_weights_are_the_anchors_minus_the_residuals_and_anchors_are_the_same(dense_rounds):
     run, world = sparse_run(total=4, min_peers=3), World()
+    run = run.model_copy(update={"codecs": SPARSE.model_copy(update={"dense_rounds": dense_rounds})})
     peers, seen = [make_peer(run, 3, world) for _ in range(3)], []
 
     def check(peer, report):
