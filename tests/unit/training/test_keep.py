@@ -4,7 +4,7 @@ import pytest
 import torch
 from virtual import World, make_peer, peer_id, run_peers, tiny_run
 
-from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import CodecConfig, OuterConfig
 from spes_p2p.config.run import RunConfig
 from spes_p2p.swarm import hivemind_swarm
@@ -60,6 +60,36 @@ def test_a_peer_alone_trains_as_if_there_were_no_rounds():
         moved = (alone.trainer.vector(name) - start[name]).norm()
         assert (found - alone.trainer.vector(name)).norm() < 1e-3 * moved, name
         assert (peer.anchors.weights(name) - found).norm() > 0.05 * moved, "the anchor has most of it, not all"
+
+
+def test_rounds_are_those_of_a_plain_replay():
+    """Two trainers without a swarm, averaged by hand: the largest of anchor - local travel, and those of the mean."""
+    run, world, again = sparse_run(total=4), World(), World()
+    peers = [make_peer(run, 4, world) for _ in range(2)]
+    run_peers(peers)
+    replays = [make_peer(run, 4, again) for _ in range(2)]
+    anchor = replays[0].initial()
+    for replay in replays:
+        replay.trainer.load(anchor)
+        replay.trainer.set_slots(range(4), {n: each for n, each in anchor.items() if n != SHARED})
+    formats = {name: Format([Segment(each.numel(), "sparse-8")]) for name, each in anchor.items()}
+    left = {name: torch.zeros_like(each) for name, each in anchor.items()}
+    for round in range(4):
+        for replay in replays:
+            for step in range(3):
+                replay.trainer.step(*replay.loop._rates(round + step / 3))
+        for name, format in formats.items():
+            deltas = [anchor[name] - replay.trainer.vector(name) for replay in replays]
+            sent = [format.decode(format.encode(delta)) for delta in deltas]
+            mean = sum(sent) / 2 + left[name]
+            step = format.decode(format.encode(mean))
+            left[name], anchor[name] = mean - step, anchor[name] - step
+            for replay, delta, part in zip(replays, deltas, sent, strict=True):
+                replay.trainer.load({name: anchor[name] - (delta - part)})
+    for name, expected in anchor.items():
+        for peer, replay in zip(peers, replays, strict=True):
+            torch.testing.assert_close(peer.anchors.weights(name), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(peer.trainer.vector(name), replay.trainer.vector(name), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dense_rounds", [0, 2])
