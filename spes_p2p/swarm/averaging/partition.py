@@ -23,6 +23,8 @@ from spes_p2p.swarm.roster import MAX_TIMES_MEDIAN, Roster
 
 MESSAGE_BYTES = 2**17
 """Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB."""
+MESSAGE_NUMEL = 2**19
+"""Elements of a message at most: a reducer has those of all senders in memory."""
 LANES, STREAMS = 4, 12
 """Largest number of streams from one member to one reducer, and about the number of streams from one member in all.
 A stream begins with a narrow window, which widens by round trips: one or two streams leave a fast link idle for most of
@@ -123,13 +125,13 @@ def slices(format: Format, shares: Sequence[float]) -> list[list[Message]]:
 def _messages(parts: Sequence[Part]) -> list[Message]:
     messages: list[Message] = []
     batch: list[Part] = []
-    room = MESSAGE_BYTES
     for part in parts:
-        if batch and part.num_bytes > room:
+        first = batch[0] if batch else part
+        is_full = part.byte_stop - first.byte_start > MESSAGE_BYTES or part.stop - first.start > MESSAGE_NUMEL
+        if batch and is_full:
             messages.append(join_parts(batch))
-            batch, room = [], MESSAGE_BYTES
+            batch = []
         batch.append(part)
-        room -= part.num_bytes
     return [*messages, join_parts(batch)] if batch else messages
 
 
