@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.blocks import Codec, check_scales, from_scale_bits, to_scale_bits
+from spes_p2p.errors import ExchangeError
 
 Array = np.ndarray
 INFINITY = 0x7F800000
@@ -128,9 +129,8 @@ class Sparse(Codec):
         np.put_along_axis(out_CN, place_CK, np.where(is_negative_CK, -size_CK, size_CK), axis=1)
         return out_CN
 
-    @property
-    def _bad(self) -> str:
-        return "NaN or infinity"
+    def malformed(self) -> ExchangeError:
+        return ExchangeError("payload holds a sparse chunk that no encoder writes; fetch it from another peer")
 
 
 def _column(num: int) -> Array:
