@@ -470,16 +470,17 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
     claims: Mapping[str, Claim] = swarm.read(Claim)  # type: ignore[assignment]
     num_peers = max(2, len(claims) + 1)
     traffic = round_traffic(size, max_slots, num_peers, setup)
-    download = 0
+    at_first = ""
     if SHARED not in swarm.versions() and any(claim.state == "active" for claim in claims.values()):
         download = newcomer_bytes(size, max_slots, setup)
+        at_first = f", and downloads {size_text(download)} at first"
         show_download(swarm, download)
     log.info(
-        "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
-        "about %s and receives as much, %s in all",
+        "it needs %s of memory and up to %s of disk%s; in a round with %d peers like it, as now, it sends about %s and "
+        "receives as much, %s in all",
         size_text(peer_bytes(size, max_slots, with_programs(setup))),
         size_text(disk_bytes(size, max_slots, kept.keep_last, setup)),
-        size_text(download),
+        at_first,
         num_peers,
         size_text(traffic.total),
         size_text(2 * traffic.total),
