@@ -31,7 +31,7 @@ from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, Sink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
-from spes_p2p.monitor.page.server import Page, check_place
+from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import PageState
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import ConsoleSink, Sinks
@@ -111,7 +111,6 @@ def main(settings: MonitorConfig) -> int:
     if settings.upload is not None:
         open_place(settings.upload)
     check_packages(wandb=settings.wandb, tensorboard=settings.tensorboard)
-    check_place(settings.page)
     with own_output(settings) as output:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)

@@ -59,9 +59,9 @@ from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.introductions import called_back
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, check_port, is_loopback
+from spes_p2p.swarm.p2p.node import ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
-from spes_p2p.swarm.p2p.port_map import mapped_port
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port, mapped_port
 from spes_p2p.swarm.promises import PromiseFile
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.training.anchors import Anchors
