@@ -138,9 +138,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         if settings.page != "off":
             view = SwarmView(num_slots=0, total_rounds=0, absence_seconds=0.0, now=swarm.now())
             page = Page(settings.page, PageState(view, {"run_id": settings.run_name}, stage="joining"), output)
-            if settings.console != "none":
-                say(f"page: {page.address}")
-            log.info("page: %s", page.address)
+            (log.info if settings.console == "none" else say)(f"page: {page.address}")
         seen = kept_manifest(swarm) if settings.resume else None  # of which it has asked before
         manifest, document = fetch_manifest(swarm, settings.founder)
         asked = seen is not None and seen.digest == manifest.digest
@@ -356,7 +354,12 @@ def _conclude(ending: Ending, output: Path) -> int | None:
     except (DataError, ExchangeError, JoinError) as error:
         say("%s, and there is no model to save: %s", ending.value, error)
         return None
-    say("%s; %s is the model of round %d", ending.value, output / MODEL_DIRECTORY, exported.round)
+    say(
+        "%s; %s is the model of round %d, the last one evaluated",
+        ending.value,
+        output / MODEL_DIRECTORY,
+        exported.round,
+    )
     return exported.round
 
 

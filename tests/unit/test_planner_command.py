@@ -39,7 +39,7 @@ def test_says_what_a_peer_needs_by_part(capsys):
 
 def test_says_whether_it_fits_and_names_the_default_model_only_if_nothing_else_does(capsys):
     text = planned(capsys, *LOCAL, "--slots", "4", "--memory-gb", "24")
-    assert f"fits: {row(text, '= training')[0]:.2g} of 24 GB\n" in text and "default model" not in text
+    assert f"fits: {row(text, '= training')[0]:.3g} of 24 GB\n" in text and "default model" not in text
     assert planned(capsys, "--slots", "4", "--memory-gb", "24").startswith("the default model")
 
 
