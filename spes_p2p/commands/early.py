@@ -60,6 +60,8 @@ def refuse(config: CommandConfig) -> None:
             _check_kept(config.folder)
             if not (key := config.identity or config.folder / "identity.key").is_file():
                 raise ConfigError(f"there is no identity {key}; name the founder's with --identity")
+            if isinstance(config, of.AmendConfig) and config.run is None:
+                raise ConfigError("name what is to change, such as --run.round.total 200")
         case of.SimulateConfig():
             read_settings(config.study, "sweep")
         case of.TokenizeConfig():
