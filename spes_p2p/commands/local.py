@@ -265,13 +265,13 @@ class Experiment:
         except OSError as error:
             raise ConfigError(f"cannot write --output {out}: {error.strerror}; name a writable one") from error
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
-        if not self._config.resume:
-            settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
-            settings |= {"max_slots": self._max_slots} | _chosen(self._config)
-            with write_atomic(out / RUN_FILE) as stream:
-                stream.write(yaml.safe_dump(settings, sort_keys=False).encode())
+        settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
+        settings |= {"max_slots": self._max_slots} | _chosen(self._config)
         leaves_model = True
         try:
+            if not self._config.resume:
+                with write_atomic(out / RUN_FILE) as stream:
+                    stream.write(yaml.safe_dump(settings, sort_keys=False).encode())
             link = self._start()
             say(_opening(self._config, link, self._max_slots, self._peers[:2][-1]))
             code = self._watch()
