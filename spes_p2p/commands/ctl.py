@@ -88,7 +88,7 @@ def _only_peer(runs: Path) -> Path:
     if len(found) > 1:
         found = [folder for folder in found if _answers(folder)]
     if not found:
-        raise ConfigError(f"no peer with a page in {runs}/; name its --output, and start it without --page off")
+        raise _no_page(f"{runs}/")
     if len(found) > 1:
         raise ConfigError(f"several peers in {runs}/: name one, as in --output {found[0]}")
     return found[0]
@@ -115,9 +115,7 @@ def _page(output: Path) -> tuple[str, int, str]:
         parts = urlsplit(address)
         port = parts.port
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no peer with a page in {output}; name its --output, and start it without --page off"
-        ) from error
+        raise _no_page(output) from error
     if port is None:
         raise ConfigError(f"{output / PAGE_FILE} holds no address; start the peer again")
     try:
@@ -125,6 +123,13 @@ def _page(output: Path) -> tuple[str, int, str]:
     except ValueError:  # this machine's name: the page listens on all addresses
         host = "127.0.0.1"
     return host, port, address
+
+
+def _no_page(where: object) -> ConfigError:
+    return ConfigError(
+        f"no peer with a page in {where}; one that has just started has it within a minute; else name its --output, "
+        f"and start it without --page off"
+    )
 
 
 def _token(output: Path) -> str:

@@ -222,7 +222,7 @@ def _lm_eval() -> tuple[Any, tuple[type[Exception], ...]]:
         import lm_eval
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise ConfigError(f"--tasks needs lm-eval ({error}); {INSTALL}") from error
+        raise ConfigError(f"tasks and suites need lm-eval ({error}); {INSTALL}") from error
     return lm_eval, (OSError, ValueError, KeyError, AssertionError, RuntimeError, ImportError, DatasetsError)
 
 

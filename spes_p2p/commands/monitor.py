@@ -31,7 +31,7 @@ from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, Sink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
-from spes_p2p.monitor.page.server import Page, check_place
+from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import PageState
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import ConsoleSink, Sinks
@@ -111,7 +111,6 @@ def main(settings: MonitorConfig) -> int:
     if settings.upload is not None:
         open_place(settings.upload)
     check_packages(wandb=settings.wandb, tensorboard=settings.tensorboard)
-    check_place(settings.page)
     with own_output(settings) as output:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -139,9 +138,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         if settings.page != "off":
             view = SwarmView(num_slots=0, total_rounds=0, absence_seconds=0.0, now=swarm.now())
             page = Page(settings.page, PageState(view, {"run_id": settings.run_name}, stage="joining"), output)
-            if settings.console != "none":
-                say(f"page: {page.address}")
-            log.info("page: %s", page.address)
+            (log.info if settings.console == "none" else say)(f"page: {page.address}")
         seen = kept_manifest(swarm) if settings.resume else None  # of which it has asked before
         manifest, document = fetch_manifest(swarm, settings.founder)
         asked = seen is not None and seen.digest == manifest.digest
@@ -357,7 +354,12 @@ def _conclude(ending: Ending, output: Path) -> int | None:
     except (DataError, ExchangeError, JoinError) as error:
         say("%s, and there is no model to save: %s", ending.value, error)
         return None
-    say("%s; %s is the model of round %d", ending.value, output / MODEL_DIRECTORY, exported.round)
+    say(
+        "%s; %s is the model of round %d, the last one evaluated",
+        ending.value,
+        output / MODEL_DIRECTORY,
+        exported.round,
+    )
     return exported.round
 
 

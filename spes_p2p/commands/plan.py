@@ -6,17 +6,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, ModelConfig, RunConfig, check_machine
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.model.start import over_checkpoint
 from spes_p2p.planner.memory import (
     Setup,
     base_bytes,
     disk_bytes,
     fits,
+    peer_bytes,
     peer_memory,
     shortage,
     slots_that_fit,
@@ -60,14 +58,17 @@ def main(config: PlanConfig) -> int:
         *start_lines(base + newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup), kept),
         *time_lines(run, (traffic, fullest), num_peers, links, config.tokens_per_second),
     ]
-    if run.model == ModelConfig():
+    if run.model == ModelConfig() and "model" not in config.run.model_fields_set:
         lines.insert(0, "the default model: neither run.model nor --from names another")
     say("\n".join(lines))
     is_limited = config.memory_gb or config.host_memory_gb
-    if is_limited and not fits(size, claimed, setup, memory, host):
+    does_fit = fits(size, claimed, setup, memory, host)
+    if is_limited and not does_fit:
         raise ConfigError(shortage(size, claimed, setup, memory, host))
     if memory < ANY_MEMORY:
-        say(f"\n{_most(size, setup, memory, host)}")
+        needed = peer_bytes(size, claimed, setup) / 1e9
+        say(f"\n{'fits' if does_fit else 'does not fit'}: {needed:.3g} of {memory / 1e9:.3g} GB")
+        say(_most(size, setup, memory, host))
     return 0
 
 
@@ -83,6 +84,8 @@ def _run(config: PlanConfig) -> tuple[RunConfig, int]:
         if config.adapter is not None or run.adapter is not None:
             raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
         return run, vocabulary(run.data)
+    from spes_p2p.model.start import over_checkpoint  # loads PyTorch and transformers
+
     adapter = run.adapter or (None if config.adapter is None else AdapterConfig())
     run = over_checkpoint(run, source).model_copy(update={"adapter": adapter})
     assert run.model.start is not None
@@ -98,6 +101,8 @@ def vocabulary(data: DataConfig) -> int:
     file = Path(data.tokenizer or "") / "tokenizer.json"
     if data.tokenizer is None or not file.is_file():
         return data.vocab_size
+    from tokenizers import Tokenizer
+
     try:
         text = file.read_text(encoding="utf-8")
         text = json.loads(text).get("tokenizer.json", text)  # beside the shards of `spes tokenize`, as runs send it

@@ -27,6 +27,7 @@ from spes_p2p.config.machine import (
     OwnData,
     PeerConfig,
     RunId,
+    VolunteerConfig,
     check_machine,
     check_training,
     sequences_at_once,

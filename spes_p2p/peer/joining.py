@@ -59,12 +59,12 @@ from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.introductions import called_back
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, check_port, is_loopback
+from spes_p2p.swarm.p2p.node import ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
-from spes_p2p.swarm.p2p.port_map import mapped_port
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port, mapped_port
 from spes_p2p.swarm.promises import PromiseFile
-from spes_p2p.swarm.records import MAX_CLAIMED, Claim
-from spes_p2p.training.anchors import Anchors
+from spes_p2p.swarm.records import MAX_CLAIMED, Claim, Progress
+from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.ranks import Ranks
 
@@ -352,7 +352,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, foun
     revisions = Revisions(swarm, manifest, config.output / REVISION_FILE)
     revisions.look()
     _say_what(swarm, manifest, size, max_slots, config)
-    _say_cost(swarm, size, min(max_slots, run.num_slots), setup, config)
+    _say_cost(swarm, run, size, min(max_slots, run.num_slots), setup, config)
     link = write_link(config, swarm, manifest)
     _say_link(config, link, config.flags_of_others(run), founds=founds)
     if (data_seed := config.data_seed) is None:
@@ -465,21 +465,26 @@ def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
     return config.max_slots
 
 
-def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setup, kept: KeptRounds) -> None:
+def _say_cost(
+    swarm: HivemindSwarm, run: RunConfig, size: ModelSize, max_slots: int, setup: Setup, kept: KeptRounds
+) -> None:
     """Say what taking part costs this machine, before it does."""
     claims: Mapping[str, Claim] = swarm.read(Claim)  # type: ignore[assignment]
     num_peers = max(2, len(claims) + 1)
     traffic = round_traffic(size, max_slots, num_peers, setup)
-    download = 0
-    if SHARED not in swarm.versions() and any(claim.state == "active" for claim in claims.values()):
+    at_first = ""
+    is_begun = any(each.round for each in swarm.read(Progress).values())  # type: ignore[attr-defined]
+    fetches = SHARED not in swarm.versions() and (is_begun or bool(start_digests(run)))  # else it makes the start
+    if fetches and any(claim.state == "active" for claim in claims.values()):
         download = newcomer_bytes(size, max_slots, setup)
+        at_first = f", and downloads {size_text(download)} at first"
         show_download(swarm, download)
     log.info(
-        "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
-        "about %s and receives as much, %s in all",
+        "it needs %s of memory and up to %s of disk%s; in a round of %d peers like it, it sends about %s and "
+        "receives as much, %s in all",
         size_text(peer_bytes(size, max_slots, with_programs(setup))),
         size_text(disk_bytes(size, max_slots, kept.keep_last, setup)),
-        size_text(download),
+        at_first,
         num_peers,
         size_text(traffic.total),
         size_text(2 * traffic.total),

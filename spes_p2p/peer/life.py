@@ -22,7 +22,6 @@ from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
 from spes_p2p.errors import DataError
-from spes_p2p.monitor.page.server import check_place
 from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
@@ -80,7 +79,6 @@ def run(
         if not group.is_leader:
             return _obey(config, group, end)
         check_output(config.output, resume=config.resume, overwrite=config.overwrite)
-        check_place(config.page)
         with alone_in(config.output) if config.resume else fresh_output(config.output) as keep:
             controls = Controls(config.output)
             config = limited(config, controls.limits)

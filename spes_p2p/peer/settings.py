@@ -131,7 +131,7 @@ def _link_rounds(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[R
     claimed = shared_out if config.max_slots == "auto" else config.max_slots
     setup = Setup.of(run, config, vocab_size)
     traffic = round_traffic(size, claimed, num_peers, setup)
-    moved = f"a round of {num_peers} peers moves {size_text(traffic.total)} each way"
+    moved = f"if {num_peers} peers take part, a round moves {size_text(traffic.total)} each way"
     if (uplink := config.uplink_mbit) is None:
         return run.round, moved
     least = transfer_seconds(traffic, uplink, uplink)

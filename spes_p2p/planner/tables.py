@@ -92,7 +92,7 @@ def memory_lines(memory: PeerMemory) -> Iterator[str]:
 def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claimed: int) -> Iterator[str]:
     """Yield the peer's traffic in a round."""
     yield ""
-    yield f"{f'a round of {num_peers} such peers':<50}{'GB up':>10}{'GB down':>10}"
+    yield f"{f'a round of {num_peers} peers like it (--peers)':<50}{'GB up':>10}{'GB down':>10}"
     yield _row("averaging the shared parameters", traffic.shared, traffic.shared)
     yield _row("averaging slots with their other holders", traffic.slots, traffic.slots)
     yield _row("fetching others' slots, and serving its own", traffic.fetched, traffic.fetched)
@@ -106,7 +106,7 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
 def start_lines(download: int, disk: int, num_checkpoints: int) -> Iterator[str]:
     """Yield what a newcomer downloads before it trains, and what a peer keeps on disk; all in bytes."""
     yield ""
-    yield f"{'beside that':<50}{'GB':>10}"
+    yield f"{'also':<50}{'GB':>10}"
     yield _row("first download of a newcomer", download)
     yield _row(f"on disk, with {num_checkpoints} checkpoints, at most", disk)
 
@@ -118,13 +118,14 @@ def time_lines(
     links_mbit: tuple[float | None, float | None],
     tokens_per_second: float | None,
 ) -> Iterator[str]:
-    """Yield the longest time between two commits, and a round's least time, as far as links and speed are known.
+    """Yield the longest time between two saved rounds, and a round's least time, as far as links and speed are known.
 
     Of `traffic` the first is a round's mean, the second that of a round that carries the moments.
     """
     uplink, downlink = links_mbit
     yield ""
-    yield f"{'time between two commits, at most, if one attempt fails, s':<60}{run.round.commit_seconds:>8.0f}"
+    hours, minutes = divmod(round(run.round.commit_seconds / 60), 60)
+    yield f"longest time between two saved rounds: {f'{hours} h ' * bool(hours)}{minutes} min"
     if not uplink or not downlink:
         return
     least, longest = (transfer_seconds(each, uplink, downlink) for each in traffic)

@@ -93,6 +93,7 @@ class Consensus:
         self._network = network
         self._keys = keys
         self._rules = rules
+        self._guests = guests
         directory.mkdir(parents=True, exist_ok=True)
         self._file = ChainFile(directory / CERTIFICATES, start, keys)
         self._unanswered: set[str] = set()
@@ -222,7 +223,8 @@ class Consensus:
         if last.round and votes is not self._votes:
             self._votes = votes
             by = f"by invite {last.seats[me][:SHOWN_LETTERS]}" if last.seats.get(me) else "as the founder"
-            log.info("this peer %s", f"votes, {by}" if votes else "trains without a vote")
+            why = self._guests.why_no_vote(me, last.seats, self._network.now()) if self._guests else ""
+            log.info("this peer %s", f"votes, {by}" if votes else f"trains without a vote{why}")
 
     def waiting(self) -> str:
         """Return for which voters the open round waits, and what helps; empty while enough of them answer."""

@@ -349,7 +349,7 @@ class HivemindSwarm:
         """Return what would follow from an attempt's averaging; None if there is nothing to decide."""
         round = roster.round
         for peer, count in sorted(averaged.clipped.items()):
-            log.info("round %d: clipped %d parts of %s that lie far from the others'", round + 1, count, peer[-6:])
+            log.info("round %d: far from the others' vectors, pulled in: %d parts of %s", round + 1, count, peer[-6:])
         self.bans.record(round, averaged.evidence)
         result = result_of(roster, averaged, contribution, self._encoding, matchmaking_seconds)
         if SHARED not in result.means:

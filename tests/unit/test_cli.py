@@ -9,6 +9,7 @@ import re
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -430,6 +431,8 @@ def test_flags_are_answered_before_anything_heavy_is_imported():
 
 
 def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = str(taken.getsockname()[1])
     made = tmp_path / "made"
     made.mkdir()
     (made / "file").touch()
@@ -445,10 +448,12 @@ def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
         *(["monitor", "--run-id", "r", "--initial-peers", "/ip4/1.2.3.4"], ["simulate", "nowhere.yaml"]),
         *(["evaluate", "nowhere"], ["evaluate", str(made)], ["plan", "--from", "nowhere"], ["amend", "nowhere"]),
         *(["upcycle", "--from", "nowhere", *upcycled], ["invite", "nowhere"]),
+        *([*peer, "--port", port], [*peer, "--page", f":{port}"]),
         ["tokenize", "--file-glob", "nowhere*.txt", "--output-prefix", "shards/"],
     ]
     words = [sys.executable, "-c", ANSWERS, json.dumps(cases)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
+    with taken:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
     for words, line in zip(cases, ended.stdout.splitlines(), strict=True):
         code, imported, _ = json.loads(line)
         assert code == 2 and not set(imported) & set(HEAVY), words
@@ -474,7 +479,8 @@ def test_ctrl_c_while_it_imports_ends_it_quietly(tmp_path):
     # The interrupt comes from the first heavy import itself, so it always hits.
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
     ended = spes("peer", "--run-id", "r", "--output", str(tmp_path / "out"), PYTHONPATH=str(tmp_path))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    begins = "founding run r (to join a run: spes join LINK); it takes up to half a minute to load\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", begins)
 
 
 def chained() -> Exception:

@@ -37,6 +37,12 @@ def test_says_what_a_peer_needs_by_part(capsys):
     assert re.search(r"a GPU with 48 GB free can train \d+ of 32 slots at most", text)
 
 
+def test_says_whether_it_fits_and_names_the_default_model_only_if_nothing_else_does(capsys):
+    text = planned(capsys, *LOCAL, "--slots", "4", "--memory-gb", "24")
+    assert f"fits: {row(text, '= training')[0]:.3g} of 24 GB\n" in text and "default model" not in text
+    assert planned(capsys, "--slots", "4", "--memory-gb", "24").startswith("the default model")
+
+
 def test_the_optimizer_and_the_storage_are_the_machines_to_choose(capsys):
     machine = ["--storage", "int8", "--inner-optimizer", "adamw8bit"]
     text = planned(capsys, *SEVEN, "--run.frozen-storage", "fp32", "--slots", "1", *machine)

@@ -32,6 +32,7 @@ from spes_p2p.swarm.hivemind_fixes.streams import MAX_STREAMS_PER_PEER
 from spes_p2p.swarm.p2p.channel import Answer, Channel, open_stream, serve_streams
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore, Scope, dialled, scope_of
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator
 
@@ -56,10 +57,6 @@ _TCP = re.compile(r"(/(?:ip[46]|dns[46]?)/[^/]+)/tcp/(\d+)((?:/p2p/[^/]+)?)")
 _CLOCK_ERROR = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (?P<peer>[\d.]+)\)"
 """hivemind's error where a newcomer's clock differs from an initial peer's."""
 T = TypeVar("T")
-
-LOOPBACK = "127.0.0.1"
-EVERY_INTERFACE = "*"
-"""In place of an address to listen on: all interfaces, IPv4 and IPv6."""
 
 
 class UnreachableError(AbsentError):
@@ -259,26 +256,6 @@ def check_addresses(addresses: Sequence[str], *, of_peers: bool = True) -> None:
             ) from error
         if of_peers and not names_peer:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
-
-
-def check_port(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
-    """Return a port that is free at an address: `port`, or any if that is 0. p2pd's own message says less.
-
-    Raises:
-        ConfigError: it is occupied, or `host` is no address of this machine.
-    """
-    is_ip6 = ":" in host
-    where = f"[{host}]:{port}" if is_ip6 else f"{host}:{port}"
-    try:
-        with socket.socket(socket.AF_INET6 if is_ip6 else socket.AF_INET, kind) as probe:
-            if kind == socket.SOCK_STREAM:  # with UDP two sockets would share the port
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if is_ip6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
-            probe.bind((host, port))
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --host or --port") from error
 
 
 @functools.lru_cache(MAX_DECODED)
