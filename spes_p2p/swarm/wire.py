@@ -174,8 +174,8 @@ def _digest(result: Result) -> str:
 
 
 def message_bytes(last: Body) -> int:
-    """Return the most bytes of a message about the next round, by the run's own numbers."""
-    peers = min(MAX_MEMBERS, 2 * len(last.known) + len(last.members) + 8)
+    """Return the most bytes of a message about the next round, by the run's own numbers; the first round has none."""
+    peers = min(MAX_MEMBERS, 2 * len(last.known) + len(last.members) + 8) if last.round else MAX_MEMBERS
     return min(MAX_PACKED_BYTES, MAX_STRANGE_BYTES + 2**12 * peers + 2**10 * len(last.slots))
 
 

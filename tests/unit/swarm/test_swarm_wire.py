@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from agreement import Round
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.sim.network import VirtualNetwork
 from spes_p2p.swarm import wire as wires
 from spes_p2p.swarm.certificate import (
     DIGEST_LETTERS,
+    MAX_MEMBERS,
     MAX_SKIPPED,
     Body,
     Certificate,
@@ -27,6 +29,7 @@ from spes_p2p.swarm.certificate import (
     Point,
     Question,
     SlotState,
+    genesis,
     vote_for,
 )
 from spes_p2p.swarm.p2p.channel import Channel
@@ -236,6 +239,14 @@ def test_a_voter_may_send_what_the_runs_numbers_allow_and_a_stranger_no_more_tha
         for sender in (two, stranger):
             sender.send(one, zlib.compress(Envelope(question=SOUND).encode().ljust(num_bytes)))
     assert [peer for peer, _ in one.got] == [two.peer_id] * 2
+
+
+def test_a_thousand_peers_may_meet_in_the_first_round_whose_members_no_body_names() -> None:
+    round = Round()
+    meeting = round.meeting()
+    meeting = meeting.model_copy(update={"entered": (meeting.entered * MAX_MEMBERS)[:MAX_MEMBERS]})
+    start = genesis("run", round.last.founder, "0" * 64, 64)
+    assert len(Envelope(meeting=meeting).encode()) <= message_bytes(start)
 
 
 def test_who_was_asked_may_answer_with_two_certificates_of_the_largest_run(peers: Peers) -> None:
