@@ -24,6 +24,7 @@ from spes_p2p.data.mixture import MixedSource
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.data.shared import SharedOrder
 from spes_p2p.errors import DataError
+from spes_p2p.model.compiled import compile_parts
 from spes_p2p.model.loss import TrainingLoss, num_targets
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
@@ -166,6 +167,8 @@ class Trainer:
         torch.nn.Module.to(model.module, ranks.device)
         if machine.activation_checkpointing:
             model.module.activation_checkpointing_enable({"use_reentrant": False})
+        if machine.compile == "auto":
+            compile_parts(model.module, ranks.device)
         self.layouts = model.layouts()
         self._loss = TrainingLoss(model, train)
         self._sharding = SingleRank() if ranks.world_size == 1 else DDP() if machine.shard == "ddp" else FSDP(ranks)

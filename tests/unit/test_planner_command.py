@@ -120,12 +120,12 @@ def test_a_phase_that_its_deadline_would_cut_short_is_marked(capsys):
 
 
 def test_without_slots_it_plans_as_many_as_fit(capsys):
-    text = planned(capsys, *LOCAL, "--memory-gb", "0.93")
+    text = planned(capsys, *LOCAL, "--memory-gb", "0.92")
     fitting = int(re.search(r"can train (\d+) of 16 slots at most", text)[1])  # type: ignore[index]
     assert 0 < fitting < 16 and f"a peer with {fitting} of the slots" in text
-    planned(capsys, *LOCAL, "--memory-gb", "0.93", "--slots", str(fitting))
+    planned(capsys, *LOCAL, "--memory-gb", "0.92", "--slots", str(fitting))
     with pytest.raises(ConfigError, match=f"claim at most {fitting}"):
-        main(load_settings(PlanConfig, [*LOCAL, "--memory-gb", "0.93", "--slots", str(fitting + 1)]))
+        main(load_settings(PlanConfig, [*LOCAL, "--memory-gb", "0.92", "--slots", str(fitting + 1)]))
     assert "a peer with 16 of the slots" in planned(capsys, *LOCAL)  # in this machine's free memory
 
 
@@ -140,7 +140,7 @@ def test_a_peer_that_is_alone_needs_less_at_a_rounds_end(capsys):
 
 def test_a_plan_that_does_not_fit_is_printed_and_refused_with_what_takes_less(capsys):
     flags = [*SEVEN, "--device", "cuda", "--memory-gb", "24"]
-    said = "training 8 slots needs 53.4 GB, 29.4 GB more than the 24 GB there are; save memory with --inner-optimizer"
+    said = "training 8 slots needs 53.3 GB, 29.3 GB more than the 24 GB there are; save memory with --inner-optimizer"
     with pytest.raises(ConfigError, match=said):
         main(load_settings(PlanConfig, [*flags, "--slots", "8"]))
     assert "= static" in capsys.readouterr().out
