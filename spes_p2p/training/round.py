@@ -37,7 +37,7 @@ CLAIMED_FACTOR_SHARE = 0.2
 IDLE_SECONDS = 0.5
 """Longest that a peer that makes no steps waits before it looks at its owner's wish again."""
 MAX_FRUITLESS = 5
-"""Attempts in a row without a finite step after which a peer ends."""
+"""Times in a row that a peer trains a round without a finite step before it ends."""
 REMEDY = "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu"
 
 
@@ -199,7 +199,7 @@ class TrainingLoop:
         if steps.num:
             self._tokens_per_second = steps.tokens / seconds
             self._places_per_second = steps.num * run.train.batch_size * run.data.sequence_length / seconds
-            self._count_attempt(steps)
+            self._count_fruitless(steps)
         self._total_tokens += steps.tokens
         if run.data.is_shared:
             words = "round %d: trained %d batches, %d of them from its share, which begins at batch %d"
@@ -251,16 +251,16 @@ class TrainingLoop:
         def delta(name: VectorName) -> Tensor:
             kinds = self._run.averaged_moments(name.kind) if anchors.averages_moments(round) else ()
             moments = trainer.moments(name, kinds) if kinds else None
-            return anchors.contribution(name, trainer.vector(name), moments, round, overwrites=True)
+            return anchors.contribution(name, trainer.vector(name), moments, round)
 
         return LazyVectors(trainer.names, delta)
 
-    def _count_attempt(self, steps: Steps) -> None:
-        """Count the attempts in a row without a finite step, which repeat one round; end this peer after some."""
+    def _count_fruitless(self, steps: Steps) -> None:
+        """Count how often in a row a round was trained without a finite step; end this peer after some."""
         self._num_fruitless = 0 if steps.tokens else self._num_fruitless + 1
         fault = f"round {self._sync.round + 1}: none of {steps.num} steps had a finite gradient"
         if self._num_fruitless >= MAX_FRUITLESS:
-            raise DataError(f"{fault}, in {MAX_FRUITLESS} attempts in a row; {REMEDY}")
+            raise DataError(f"{fault}, for the {MAX_FRUITLESS}th time in a row; {REMEDY}")
         if self._num_fruitless:
             log.warning("%s; going on from the swarm's versions; %s", fault, REMEDY)
 

@@ -398,6 +398,6 @@ def test_a_run_without_a_finite_step_ends_after_five_attempts_and_says_what_help
         [peer] = run_virtual(tiny_run(round=rounds), num_peers=1, max_slots=4)
         assert [report.tokens for report in peer.reports] == [192] * 3
         return
-    with pytest.raises(DataError, match=r"round 2.* 5 attempts in a row.*train\.lr.*--device cpu"):
+    with pytest.raises(DataError, match=r"round 2.* 5th time in a row.*train\.lr.*--device cpu"):
         run_virtual(tiny_run(round=rounds), num_peers=1, max_slots=4)
     assert caplog.text.count("had a finite gradient") == MAX_FRUITLESS - 1
