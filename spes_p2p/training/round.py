@@ -226,23 +226,20 @@ class TrainingLoop:
             left = math.inf if is_due else self._round_ends - self._now()
             intent = self._intent(left)  # the others would wait for a peer that rests beyond the round's end
             if not intent.trains or (self._run.num_slots and not self._trainer.slots):  # paused, or just resumed
-                if intent.ends and not intent.trains and not steps.num:
-                    self.is_ended = True
-                    return
+                self.is_ended = intent.ends and not intent.trains and not steps.num
                 # A paused peer that is alone ends no round, but waits to be resumed.
-                if is_due and (intent.trains or intent.ends or len(active_of(self._sync.held.claims())) > 1):
+                is_met = is_due and (intent.trains or intent.ends or len(active_of(self._sync.held.claims())) > 1)
+                if self.is_ended or is_met:
                     return
                 began = self._trainer.clock()
                 self._sync.swarm.wait(max(0.0, min(left, IDLE_SECONDS)))
                 steps.paused_seconds += self._trainer.clock() - began
-                continue
-            if steps.num and self._share_done(steps) >= 1.0:
-                return  # its rest has lasted until the round's end
-            began = self._trainer.clock()
-            steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
-            self._step_seconds = self._trainer.clock() - began
-            if self._sync.held.rescue_orphans():
-                self._load()
+            elif not steps.num or self._share_done(steps) < 1.0:  # else its rest has lasted until the round's end
+                began = self._trainer.clock()
+                steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
+                self._step_seconds = self._trainer.clock() - began
+                if self._sync.held.rescue_orphans():
+                    self._load()
 
     def _deltas(self) -> LazyVectors[VectorName]:
         """Return how far training has moved each vector from its anchor, then the moments that the run averages."""
@@ -313,7 +310,7 @@ class TrainingLoop:
             log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)
             opening.try_to_fetch(sync, trained.routed)
             ends_at = opening.rejoin(sync, trained.routed)
-        elif body is not None and SHARED in held.lost:
+        elif body is not None and SHARED in held.unoffered:
             # Alone, it has made a certified round again, to another result: after another device or optimizer.
             log.warning("round %d: the certified result is lost; going on from the round before", body.round)
             sync.round = body.round

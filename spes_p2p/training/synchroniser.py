@@ -176,7 +176,7 @@ class Synchroniser:
                 "round %d: the others are at round %d, but no peer with its model can be reached; waiting for one",
                 *(self.round + 1, self.swarm.last().round),
             )
-        last = self.swarm.certified(self.round) or self.swarm.last()
+        last = self.swarm.consensus.body_at(self.round) or self.swarm.last()
         member = Member(
             peer_id=self.swarm.peer_id,
             round=self.round,

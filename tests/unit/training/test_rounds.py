@@ -325,7 +325,7 @@ def test_a_lone_peer_that_lacks_its_own_certified_version_goes_on_from_the_one_b
     lost = last.model_copy(update={"round": last.round + 1, "previous": last.digest, "shared": "f" * 64})
     monkeypatch.setattr(peer.swarm, "last", lambda: lost)
     monkeypatch.setattr(sync.held, "others", list)
-    sync.held.lost = {SHARED}
+    sync.held.unoffered = {SHARED}
     assert sync.held.model_round() == (lost if goes_on else last).round
     # Made again, it has another result, as on another device.
 
