@@ -17,7 +17,6 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import printable, say
 
 ANSWER_SECONDS = 20.0
-MAX_ANSWER_BYTES = 2**24
 RUNS = "runs"
 """Where peers' output folders lie by default."""
 # The names of the page's files and header, which this does not import: aiohttp takes half a second.
@@ -155,7 +154,7 @@ def _ask(place: tuple[str, int], verb: str, values: Mapping[str, Any], output: P
     try:
         wire.request("POST", f"/control/{verb}", body, headers)
         answer = wire.getresponse()
-        text = answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
+        text = answer.read(2**24).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
         raise ConfigError(f"the peer in {output} does not answer on port {place[1]}: {error}; start it") from error
     finally:

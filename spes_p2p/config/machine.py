@@ -205,10 +205,9 @@ class OwnData(Frozen):
     """Text, jsonl or parquet files, folders or patterns. They serve where the run's data source is `files`."""
     data: list[Path] = []
     """Conversations, or token shards, instead of text. Conversations are JSON or parquet with `messages`, `prompt` and
-    `completion`, or `text`; of them, only the replies are learned. Token shards are a folder, files, a pattern, or
-    a manifest or `file_list.txt` of `spes tokenize`: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS; MDS
-    shards of text are read as text. In a run that mixes sources NAME=PATH, for each source. An http address of such
-    a manifest is fetched into the cache."""
+    `completion`, or `text`; of them, only the replies are learned. Token shards are a folder, files, a pattern, or a
+    manifest or `file_list.txt` of `spes tokenize`, in any format of docs/data.md. In a run that mixes sources
+    NAME=PATH, for each source. An http address of such a manifest is fetched into the cache."""
     skip_unusable: bool = False
     """Leave out and count unusable conversations. By default the first one ends the command."""
 

@@ -198,7 +198,6 @@ class TrainConfig(Frozen):
     first fifth of the run. SPES uses 0.7; 1.0 switches it off."""
 
 
-LEAST_RESULTS_SECONDS = 5.0
 SLOWER = 1.5
 """How many times as long as the first attempt at a round the second one may take."""
 
@@ -250,7 +249,7 @@ class RoundConfig(Frozen):
     @property
     def results_seconds(self) -> float:
         """Time that a leader waits for the members' results once it has its own."""
-        return max(LEAST_RESULTS_SECONDS, self.averaging_seconds / 3)
+        return max(5.0, self.averaging_seconds / 3)
 
     @property
     def commit_seconds(self) -> float:

@@ -191,6 +191,14 @@ def effective(config: PretrainedConfig) -> dict[str, Any]:
     return found | {"rope_parameters": (rotary.rope_type, rotary.attention_scaling, rotary.inv_freq.tolist())}
 
 
+def another_checkpoint(source: Path, name: str) -> ConfigError:
+    """Return the error for a checkpoint of which something has another digest than the run's."""
+    return ConfigError(
+        f"{source} is not the checkpoint that the run starts from: its {name} is another; drop --from, and peers send "
+        f"the weights"
+    )
+
+
 class StartWeights:
     """A checkpoint's weights by slot.
 

@@ -57,7 +57,7 @@ def look(swarm: HivemindSwarm) -> Snapshot:
     Raises:
         OSError: the DHT is too slow, or its process has ended: what was read before says nothing of now.
     """
-    known, me = swarm.known(), swarm.peer_id
+    known, me = swarm.consensus.known(), swarm.peer_id
     claims, progress, metrics = (
         {
             peer: record

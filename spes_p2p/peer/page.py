@@ -34,7 +34,6 @@ LOOK_SECONDS = 1.5
 SLOW_SECONDS = 15.0
 """Pause between two counts of this process's memory, which look through all processes of the machine, and two looks at
 its connections."""
-ALONE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 
 
@@ -137,7 +136,7 @@ class PeerPage:
             stage, why = control["state"], control["reason"]
         if not stage and (words := self._swarm.consensus.waiting()):
             stage, why = "waiting", words
-        if not stage and watchdog.seconds_alone > ALONE_SECONDS:
+        if not stage and watchdog.seconds_alone > 10.0:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
         last = self._swarm.last()
         vote = "and votes" if self._swarm.peer_id in last.voters else "without a vote"

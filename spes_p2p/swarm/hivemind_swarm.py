@@ -219,7 +219,7 @@ class HivemindSwarm:
         """Keep, once per heartbeat, the others' addresses, and follow them."""
         if self._machine is not None:
             contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
-            self._machine.remember(contacts, first=self.known() or ())
+            self._machine.remember(contacts, first=self.consensus.known() or ())
         self._follow()
 
     def _follow(self) -> None:
@@ -229,10 +229,6 @@ class HivemindSwarm:
             self._machine.meet(contacts, self._membership.last_read(Claim).keys())
         self.read(Claim)
         self.read(Progress)
-
-    def known(self) -> Collection[str] | None:
-        """Return the peers that one of the last certificates knows; None before the first one, when all peers count."""
-        return self.consensus.known()
 
     def catch_up(self) -> None:
         """Ask other peers for the certificates that this one has missed, and wait a short time for them."""
@@ -273,10 +269,6 @@ class HivemindSwarm:
     def last(self) -> Body:
         """Return the body of the last certificate that this peer knows: of the run's genesis at first."""
         return self.consensus.last()
-
-    def certified(self, round: int) -> Body | None:
-        """Return the body of a round's certificate; None if this peer does not know it."""
-        return self.consensus.body_at(round)
 
     def agree(
         self,

@@ -39,7 +39,6 @@ from spes_p2p.swarm.records import PROTOCOL, Count, Digest, ManifestRecord, Peer
 log = logging.getLogger(__name__)
 
 SEARCH_SECONDS = 20.0
-TELL_SECONDS = 2.0
 PULL_SECONDS = 60.0
 MAX_ASKED = 64
 """Peers that are asked which manifest they have."""
@@ -301,7 +300,7 @@ def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
         if records:
             return records  # type: ignore[return-value]
         waited = time.monotonic() - began
-        if waited >= TELL_SECONDS and not is_told:
+        if waited >= 2.0 and not is_told:
             is_told = True
             log.info(
                 "no peer reached has declared a run %r yet; waiting up to %.0f s for one, check --run-id meanwhile",

@@ -83,6 +83,10 @@ class Anchors:
         if self._outer.has_state:
             self._momenta[name] = bundle.part(numel, 2 * numel)
 
+    def bundle(self, weights: Tensor) -> Tensor:
+        """Return weights as a bundle whose outer momentum is zero."""
+        return torch.cat([weights, torch.zeros_like(weights)]) if self._outer.has_state else weights
+
     def kept_name(self, name: VectorName) -> VectorName:
         """Return the name under which other peers store these weights: a slot's kept form, if the run has such."""
         return name if self.form is None or name.slot is None else name.kept
@@ -99,8 +103,7 @@ class Anchors:
 
     def from_kept(self, name: VectorName, data: Tensor) -> Tensor:
         """Return the bundle that goes on from a slot's kept form: rounded weights, and no momentum."""
-        weights = self.weights_of(name, data)
-        return torch.cat([weights, torch.zeros_like(weights)]) if self._outer.has_state else weights
+        return self.bundle(self.weights_of(name, data))
 
     def weights(self, name: VectorName) -> Tensor:
         """Return the anchor's weights; do not change them."""
@@ -113,25 +116,21 @@ class Anchors:
 
     # ------------------------------------------------------------------ steps
 
-    def contribution(
-        self, name: VectorName, local: Tensor, moments: Tensor | None, round: int, *, overwrites: bool = False
-    ) -> Tensor:
+    def contribution(self, name: VectorName, local: Tensor, moments: Tensor | None, round: int) -> Tensor:
         """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments.
 
         Args:
-            local: Its parameters now.
+            local: Its parameters now; the delta takes their memory.
             moments: Its moments; None counts as zeros if moments are averaged.
             round: The round to be committed; moments travel in some rounds only.
-            overwrites: Whether the delta takes the memory of `local`.
         """
-        delta = local if overwrites else torch.empty_like(local)
         for here, anchor in self._weights[name].pieces():
-            torch.sub(anchor, local[here], out=delta[here])
+            torch.sub(anchor, local[here], out=local[here])
         if not self.averages_moments(round):
-            return delta
+            return local
         if moments is None:
-            moments = delta.new_zeros(len(self._moments[name.kind]) * delta.numel())
-        return torch.cat([delta, moments])
+            moments = local.new_zeros(len(self._moments[name.kind]) * local.numel())
+        return torch.cat([local, moments])
 
     def stepped(self, name: VectorName, mean: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return a member's next bundle, from a mean contribution and a merge's shift, and the mean moments, if any.
@@ -168,12 +167,11 @@ def merge_shifts(
     Source: SPES (https://arxiv.org/abs/2602.11543), expert merging.
 
     Args:
-        round: The round being committed; nothing moves unless `merge_alpha` is positive.
+        round: The round being committed.
         all_slots: Flat weights of every slot at the round's start.
     """
-    if not merge_alpha(merge, round):
+    if not (alpha := merge_alpha(merge, round)):
         return {}
-    alpha = merge_alpha(merge, round)
     rows = {slot: row for row, slot in enumerate(sorted(all_slots))}
     tensors = [layout.unflatten(all_slots[slot]) for slot in rows]
     shifts = {slot: torch.zeros(layout.numel) for slot in held}

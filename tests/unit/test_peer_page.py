@@ -29,7 +29,7 @@ class ScriptedSwarm:
         self.watchdog = SimpleNamespace(seconds_alone=0.0, neighbours=1)
         self.waits = ""
         self.bodies = {number: body(number, {0: 1000 * number, 1: 1000}) for number in (1, 2, 3)}
-        self.consensus = SimpleNamespace(waiting=lambda: self.waits, bodies=lambda: self.bodies)
+        self.consensus = SimpleNamespace(waiting=lambda: self.waits, bodies=lambda: self.bodies, known=lambda: None)
         self.links = SimpleNamespace(ways=lambda: {peer_id(1): "met"})
         self.reports: list[Metrics] = []
         self.silences = 0
@@ -40,9 +40,6 @@ class ScriptedSwarm:
     def last(self) -> SimpleNamespace:
         voters = {peer_id(0): "", peer_id(1): "eBthumXyeBthumXy"}
         return SimpleNamespace(round=2, voters=(*voters, peer_id(2)), seats={**voters, peer_id(2): "eBthumXyeBthumXy"})
-
-    def known(self) -> None:
-        return None
 
     def traffic(self) -> tuple[int, int]:
         return 11, 22

@@ -23,7 +23,6 @@ MAX_ROUNDS = 300
 """Points of a curve; of a longer run every second round is shown, or every fourth, and so on, and the newest."""
 MAX_PEERS = 128
 MAX_EVENTS = 60
-MAX_SAMPLES = 24
 Sections = dict[str, Any]
 Told = tuple[tuple[int, str], ...]
 """Events in words with their times, the oldest first."""
@@ -316,7 +315,7 @@ def _samples(view: SwarmView) -> dict[str, Any]:
     for index, newest in enumerate(view.samples[max(view.samples)]):
         more = f".{index}" if index else ""  # of several conversations
         texts |= {f"prompt{more}": newest.prompt, f"truth{more}": newest.truth}
-        for number in thinned(sorted(view.samples), MAX_SAMPLES):
+        for number in thinned(sorted(view.samples), 24):
             texts |= {f"{number}{more}": sample.text for sample in view.samples[number][index : index + 1]}
     return {name: _text(text) for name, text in texts.items()}
 

@@ -231,9 +231,9 @@ class Known:
 
     def __init__(self, known: set[str] | None, seen: Snapshot) -> None:
         self.peer_id = peer_id(0)
-        self.known, self._records = lambda: known, {Claim: seen.claims, Progress: seen.progress, Metrics: seen.metrics}
+        self._records = {Claim: seen.claims, Progress: seen.progress, Metrics: seen.metrics}
         self.now, self.read_now = lambda: seen.now, self._records.__getitem__
-        self.consensus = SimpleNamespace(bodies=lambda: seen.bodies)
+        self.consensus = SimpleNamespace(bodies=lambda: seen.bodies, known=lambda: known)
 
 
 def test_records_of_peers_that_no_certificate_knows_change_no_figure():

@@ -29,7 +29,7 @@ class ScriptedSwarm:
         self.members, self.ghosts = [0, 1], list[int]()
         self.silences = 0
         self.watchdog = ScriptedWatchdog()
-        self.consensus = SimpleNamespace(bodies=self.bodies)
+        self.consensus = SimpleNamespace(bodies=self.bodies, known=self.known)
         self.on_wait: Callable[[int], None] = lambda polls: None
         self.polls = 0
 
