@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from lanes import sample
 
 from spes_p2p import __version__
@@ -527,6 +528,17 @@ def test_a_really_full_disk_ends_in_one_line(capsys, restored_signals):
     with pytest.raises(SystemExit) as ended:
         entry_point(PeerConfig, main, ["--run-id", "r"])
     assert ended.value.code == 2 and "no space left on the disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_memory_that_runs_out_ends_in_one_line(device, capsys, restored_signals):
+    def main(config: PeerConfig) -> int:
+        return torch.empty(2**50, dtype=torch.uint8, device=device).numel()
+
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, main, ["--run-id", "r"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: out of memory: ") and said.count("\n") == 1
 
 
 def test_a_warning_that_repeats_is_said_once_a_minute_with_its_number():
