@@ -674,7 +674,9 @@ def commands_of_pages() -> list[str]:
     pages = [page.read_text() for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))]
     blocks = [block for page in pages for block in re.findall(r"^```[a-z]*\n(.*?)^```", page, re.M | re.S)]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [match[1] for line in lines if (match := re.match(r"(?:\$ )?spes (.*?)(?:\s+#.*)?$", line))]
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        lines += [line for cell in json.loads(notebook.read_text())["cells"] for line in cell["source"]]
+    return [match[1] for line in lines if (match := re.match(r"(?:\$ |!)?spes (.*?)(?:\s+#.*)?$", line))]
 
 
 @pytest.mark.parametrize("command", commands_of_pages())
