@@ -59,7 +59,7 @@ from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.introductions import called_back
-from spes_p2p.swarm.p2p.node import ListenConfig, Node, is_loopback
+from spes_p2p.swarm.p2p.node import COPIED, ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port, mapped_port
 from spes_p2p.swarm.promises import PromiseFile
@@ -179,7 +179,7 @@ def as_seen(listen: ListenConfig, node: Node) -> ListenConfig:
     if not can_be_called:
         log.warning(
             "other peers cannot open a connection to this one: %s. It calls them instead, trains and averages, and "
-            "they fetch what it publishes over its connections",
+            "they fetch what it publishes over its connections (docs/trouble.md#client-mode)",
             why_unreachable(listen.host, node.port),
         )
         return replace(listen, announce=(), client_mode=True)
@@ -311,7 +311,7 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and get_dht_time() < ends_at and not swarm.wait(LOOK_SECONDS):
         if node.own_record_ends_at(Claim) > ends_at:  # guard: never
-            raise ConfigError(f"identity {node.identity.path} is in use by another peer; give each its own")
+            raise ConfigError(f"identity {node.identity.path} is in use by another peer; give each its own ({COPIED})")
 
 
 def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, founds: bool) -> Joined:

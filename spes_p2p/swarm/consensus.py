@@ -224,7 +224,8 @@ class Consensus:
             self._votes = votes
             by = f"by invite {last.seats[me][:SHOWN_LETTERS]}" if last.seats.get(me) else "as the founder"
             why = self._guests.why_no_vote(me, last.seats, self._network.now()) if self._guests else ""
-            log.info("this peer %s", f"votes, {by}" if votes else f"trains without a vote{why}")
+            without = f"trains without a vote{why} (docs/trouble.md#no-vote)"
+            log.info("this peer %s", f"votes, {by}" if votes else without)
 
     def waiting(self) -> str:
         """Return for which voters the open round waits, and what helps; empty while enough of them answer."""
@@ -237,7 +238,7 @@ class Consensus:
         sooner = " (this peer sooner: start it again with --resume --alone)" if is_seated else ""
         return (
             f"for {', '.join(peer[-6:] for peer in missing)} since {seconds:.0f} s; keeping round {last.round}, trying "
-            f"all known addresses; start them again, or {others}{sooner}"
+            f"all known addresses; start them again, or {others}{sooner} (docs/trouble.md#no-quorum)"
         )
 
     def state(self, revision: Revision) -> None:

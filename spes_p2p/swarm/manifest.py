@@ -309,7 +309,7 @@ def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
         if waited > SEARCH_SECONDS:
             raise JoinError(
                 f"the peers reached know no run {swarm.node.run_id!r}; check --run-id, and that they run the same "
-                f"spes_p2p as this one ({__version__}, protocol {PROTOCOL})"
+                f"spes_p2p as this one ({__version__}, protocol {PROTOCOL}; docs/trouble.md#unknown-run)"
             )
         swarm.wait(1.0)
 

@@ -38,7 +38,10 @@ IDLE_SECONDS = 0.5
 """Longest that a peer that makes no steps waits before it looks at its owner's wish again."""
 MAX_FRUITLESS = 5
 """Times in a row that a peer trains a round without a finite step before it ends."""
-REMEDY = "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu"
+REMEDY = (
+    "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu "
+    "(docs/trouble.md#loss)"
+)
 
 
 class TrainingLoop:
@@ -307,7 +310,8 @@ class TrainingLoop:
         """Go on after a round that this peer has not committed; return the next round's end, if others have said it."""
         sync, held, ends_at = self._sync, self._sync.held, None
         if sync.is_behind:
-            log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)
+            late = "round %d: the others have decided it without this peer; catching up (docs/trouble.md#slow-rounds)"
+            log.warning(late, sync.round + 1)
             opening.try_to_fetch(sync, trained.routed)
             ends_at = opening.rejoin(sync, trained.routed)
         elif body is not None and SHARED in held.unoffered:

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from lanes import sample
 
 from spes_p2p import __version__
@@ -529,6 +530,17 @@ def test_a_really_full_disk_ends_in_one_line(capsys, restored_signals):
     assert ended.value.code == 2 and "no space left on the disk" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_memory_that_runs_out_ends_in_one_line(device, capsys, restored_signals):
+    def main(config: PeerConfig) -> int:
+        return torch.empty(2**50, dtype=torch.uint8, device=device).numel()
+
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, main, ["--run-id", "r"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: out of memory: ") and said.count("\n") == 1
+
+
 def test_a_warning_that_repeats_is_said_once_a_minute_with_its_number():
     now = 0.0
     heard: list[str] = []
@@ -662,7 +674,9 @@ def commands_of_pages() -> list[str]:
     pages = [page.read_text() for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))]
     blocks = [block for page in pages for block in re.findall(r"^```[a-z]*\n(.*?)^```", page, re.M | re.S)]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [match[1] for line in lines if (match := re.match(r"(?:\$ )?spes (.*?)(?:\s+#.*)?$", line))]
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        lines += [line for cell in json.loads(notebook.read_text())["cells"] for line in cell["source"]]
+    return [match[1] for line in lines if (match := re.match(r"(?:\$ |!)?spes (.*?)(?:\s+#.*)?$", line))]
 
 
 @pytest.mark.parametrize("command", commands_of_pages())

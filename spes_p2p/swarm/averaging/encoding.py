@@ -127,7 +127,8 @@ class DeltaEncoding:
             for name, format in formats.items():
                 encoded[name], self._pending[name] = self.feedback.encode(name, format, contribution.deltas[name])
         except ValueError as error:
-            log.warning("round %d: dropping this peer's work, because %s cannot be encoded: %s", round, name, error)
+            words = "round %d: dropping this peer's work, because %s cannot be encoded: %s (docs/trouble.md#loss)"
+            log.warning(words, round, name, error)
             self._pending = {}
             zeros = {name: torch.zeros(format.num_bytes, dtype=torch.uint8) for name, format in formats.items()}
             return member.model_copy(update={"tokens": 0}), zeros

@@ -25,7 +25,7 @@ from hivemind.utils.limits import increase_file_limit
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from spes_p2p.errors import AbsentError, ConfigError, JoinError
+from spes_p2p.errors import AbsentError, ConfigError, JoinError, one_line
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, share_memory_without_files
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_STREAMS_PER_PEER
@@ -56,6 +56,7 @@ NOWHERE = "/ip4/192.0.2.1/udp/9"
 _TCP = re.compile(r"(/(?:ip[46]|dns[46]?)/[^/]+)/tcp/(\d+)((?:/p2p/[^/]+)?)")
 _CLOCK_ERROR = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (?P<peer>[\d.]+)\)"
 """hivemind's error where a newcomer's clock differs from an initial peer's."""
+COPIED = "docs/trouble.md#copied-folder"
 T = TypeVar("T")
 
 
@@ -149,7 +150,7 @@ async def start_p2pd(
     try:
         may_be_in_use = initial_peers and not (identity.is_new or is_again)
         if may_be_in_use and await _is_in_use(identity, initial_peers):  # guard: never
-            raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
+            raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own ({COPIED})")
         p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
             host_maddrs=at or None,
@@ -228,21 +229,23 @@ def start_dht(
 
 def _join_error(initial_peers: Sequence[str], error: BaseException) -> JoinError:
     log.info("could not start with %d initial peers: %r", len(initial_peers), error)
-    if not initial_peers:
-        return JoinError(f"cannot start the peer-to-peer daemon: {error}; see the log")
+    if not initial_peers or "[Errno" in str(error):  # p2pd's file is missing, or not for this machine
+        return JoinError(f"cannot start the peer-to-peer daemon: {one_line(error)} (docs/trouble.md#p2pd)")
     if skew := re.search(_CLOCK_ERROR, str(error)):
         ahead = float(skew["local"]) - float(skew["peer"])
         return JoinError(
             f"this machine's clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's, and 3 s "
-            f"are allowed; set it (`timedatectl set-ntp true`) and start again"
+            f"are allowed; set it (`timedatectl set-ntp true`) and start again (docs/trouble.md#clock)"
         )
     return unreachable(initial_peers)
 
 
 def unreachable(addresses: Sequence[str]) -> UnreachableError:
     """Return the error that names all addresses dialled in vain."""
-    remedy = "check that those peers run, and the link or --initial-peers"
-    return UnreachableError(f"no answer from {', '.join(addresses)}; {remedy}")
+    return UnreachableError(
+        f"no answer from {', '.join(addresses)}; check that those peers run, and the link or --initial-peers "
+        f"(docs/trouble.md#no-answer)"
+    )
 
 
 def check_addresses(addresses: Sequence[str], *, of_peers: bool = True) -> None:

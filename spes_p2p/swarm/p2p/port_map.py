@@ -43,7 +43,9 @@ def check_port(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREA
             probe.bind((host, port))
             return probe.getsockname()[1]
     except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --host or --port") from error
+        raise ConfigError(
+            f"cannot listen on {where}: {error.strerror}; choose another --host or --port (docs/trouble.md#port)"
+        ) from error
 
 
 @contextlib.contextmanager
