@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -255,28 +254,6 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
     if not num_tokens:
         raise DataError("the held-out set is empty; raise data.held_out_fraction or add text")
     return nats / num_tokens
-
-
-def greedy_continuation(
-    module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float, ends: Collection[int] = ()
-) -> list[int]:
-    """Return the most likely tokens after a prompt of one token or more, in evaluation mode.
-
-    It stops after a token of `ends`, and after `seconds`.
-    """
-    device, was_training = next(module.parameters()).device, module.training
-    module.eval()
-    tokens_1T, deadline = prompt_T.to(device)[None], time.monotonic() + seconds
-    try:
-        with torch.no_grad():
-            while tokens_1T.shape[1] < len(prompt_T) + num_tokens and time.monotonic() < deadline:
-                logits_V = module(input_ids=tokens_1T, use_cache=False).logits[0, -1]
-                tokens_1T = torch.cat([tokens_1T, logits_V.argmax()[None, None]], dim=1)
-                if int(tokens_1T[0, -1]) in ends:
-                    break
-    finally:
-        module.train(was_training)
-    return tokens_1T[0, len(prompt_T) :].tolist()
 
 
 def _cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Tensor | None) -> Tensor:

@@ -108,6 +108,8 @@ def test_a_peers_folder_gives_the_monitors_model_of_the_same_round(world: World,
     link = (world.folder / "a" / "link").read_text().strip()
     fetched = world.export(link, "--output", world.folder / "fetched")
     assert fetched.code == 0, fetched.stderr
+    answer = world.server.start("chat", [link, "--prompt", "7 plus 7 is", "--max-tokens", "4"]).end(SECONDS)
+    assert answer.code == 0 and answer.stdout.startswith("7 plus 7 is"), answer
     monitor = world.start("monitor", "monitor", *join, "--console", "none").end(SECONDS)
     assert monitor.code == 0, monitor.stderr
     for peer in peers.values():

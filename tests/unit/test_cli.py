@@ -445,6 +445,7 @@ def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
         *(["monitor", "--run-id", "r", "--initial-peers", "/ip4/1.2.3.4"], ["simulate", "nowhere.yaml"]),
         *(["evaluate", "nowhere"], ["evaluate", str(made)], ["plan", "--from", "nowhere"], ["amend", "nowhere"]),
         *(["upcycle", "--from", "nowhere", *upcycled], ["invite", "nowhere"]),
+        *(["chat", "nowhere"], ["chat", "spes:abc"], ["chat", str(made)]),
         ["tokenize", "--file-glob", "nowhere*.txt", "--output-prefix", "shards/"],
     ]
     words = [sys.executable, "-c", ANSWERS, json.dumps(cases)]
