@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from spes_p2p.config import FAMILIES, TrainConfig
+from spes_p2p.config import FAMILIES, LOGIT_SETTINGS, TrainConfig
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import compute_dtype
@@ -293,6 +293,7 @@ def _head_in_chunks(
     """
     config: Any = module.config
     is_ours = config.model_type in FAMILIES  # a composite model has its vocabulary elsewhere
+    is_ours = is_ours and not any(getattr(config, name, None) for name in LOGIT_SETTINGS)
     num_rows = head_rows(tokens_BS1[:, 1:].numel(), config.vocab_size, precision) if is_ours else None
     if num_rows is None:
         yield False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config import LOGIT_SETTINGS, ModelConfig
 
 WIDE = 4
 """Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
@@ -81,6 +81,9 @@ class Activations:
 
     @property
     def _head_rows(self) -> int | None:
+        start = self.model.start
+        if start is not None and any(start.config.get(name) for name in LOGIT_SETTINGS):
+            return None
         return head_rows(self.tokens, self.vocab_size, self.precision)
 
     def _norm(self) -> int:

@@ -19,6 +19,7 @@ from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RunConfig, Tra
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.build import build_slot_model, outline
 from spes_p2p.model.export import save_checkpoint
+from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, model_of
 from spes_p2p.planner.size import model_size
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
@@ -133,6 +134,21 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
     assert expected[-1] < expected[0] - 0.25, "it learns"
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "mistral"])
+def test_the_loss_in_chunks_is_that_of_the_logits_as_the_family_makes_them(tmp_path, monkeypatch, family):
+    monkeypatch.setattr("spes_p2p.planner.activations.LOGITS_BYTES", 5 * 4 * ROWS)
+    source, ids_BT = saved(tmp_path / "stock", family), tokens(2, SEQUENCE + 1)
+    run = started(source)
+    model = build_slot_model(
+        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=None, claimed=(), storage="fp32"
+    )
+    model.load_shared(StartWeights(source, model).read(None))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(source)(ids_BT[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, 1:].flatten())
+    assert held_out_loss(model.module, [ids_BT]) == pytest.approx(float(expected), abs=1e-5)
+
+
 def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path):
     source = saved(tmp_path / "stock", "qwen3_moe")
     run = started(source, outer=OuterConfig(optimizer="nesterov"))
@@ -213,7 +229,10 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path):
         ("llama", {"mlp_bias": True}, "sets mlp_bias=True"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 1}, "=8"),
         ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention=True"),
-        ("gemma", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "holds Gemma2ForCausalLM"),
+        ("gemma", {"model_type": "cohere", "architectures": ["CohereForCausalLM"]}, "holds CohereForCausalLM"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention=True, which no run"),
+        ("phi3", {"resid_pdrop": 0.1}, "sets resid_pdrop=0.1, which no run has"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
         ("olmoe", {"rms_norm_eps": -1.0}, "norm_eps"),
         ("olmoe", {"attention_dropout": 0.1}, "sets attention_dropout=0.1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "sets router_jitter_noise=0.1"),
@@ -298,6 +317,33 @@ def test_a_manifest_that_contradicts_itself_is_refused(family, start, message):
     whole = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": ["1" * 64] * EXPERTS}
     with pytest.raises(ValidationError, match=re.escape(message)):
         ModelConfig.model_validate({"family": family, **experts, "start": whole | start})
+
+
+def test_a_carried_configuration_has_settings_of_its_family_alone_and_the_tensors_that_it_names(tmp_path):
+    """Transformers would fetch a kernel that a manifest names from the hub, and run it."""
+    model = model_of(saved(tmp_path / "stock", "qwen2"))
+    start = model.start
+    assert start is not None
+    for changes, message in (
+        (
+            {"config": start.config | {"attn_implementation": "someone/kernel"}},
+            "Qwen2Config lacks: attn_implementation",
+        ),
+        ({"config": start.config | {"auto_map": {}}}, "lacks: auto_map; leave this run"),
+        ({"config": start.config | {"hidden_act": "none"}}, "settings make no"),
+        ({"config": start.config | {"rope_parameters": 3}}, "settings make no"),
+        ({"tensors": start.tensors[1:]}, "has other tensors than its manifest says; leave this run"),
+    ):
+        changed = model.model_copy(update={"start": start.model_copy(update=changes)})
+        with pytest.raises(ConfigError, match=message):
+            outline(changed, VOCAB, SEQUENCE)
+    larger = start.config | {"num_hidden_layers": 10**6, "vocab_size": 10**9}
+    bounded = model.model_copy(update={"start": start.model_copy(update={"config": larger})})
+    assert outline(bounded, VOCAB, SEQUENCE).shapes() == outline(model, VOCAB, SEQUENCE).shapes()
+    shape = model.model_dump() | {"start": start.model_copy(update={"tensors": []}).model_dump()}
+    for changed in (shape, shape | {"start": None}):
+        with pytest.raises(ValidationError, match=r"model\.family=qwen2 needs a checkpoint to start from; name one"):
+            ModelConfig.model_validate(changed)
 
 
 @pytest.mark.parametrize(
