@@ -319,6 +319,9 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output,
     `round.shrink_seconds`."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
+    slots_by_data: bool = False
+    """Begin with the slots that own data uses most. The routers of the checkpoint (`--from`) tell. By default a peer
+    begins with the slots that have the fewest holders; while a slot has none, it goes before all others."""
     page: PagePlace = "127.0.0.1"
     """HOST:PORT of the live page, or `off`. Prometheus's /metrics is there too. Without a port, a free one; by default
     on this machine alone."""
@@ -363,7 +366,7 @@ class NewRun(Frozen):
     """What the founder of a run sets."""
 
     config: ConfigFile | None = None
-    """YAML or TOML of a new run's settings, under `run`, and this machine's. The name of a file that comes
+    """YAML or TOML of a run's settings and this machine's. The run's are under `run`. The name of a file that comes
     with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     run: RunConfig | None = None
     """Settings of the run, for its founder only. The others take them from the signed manifest."""

@@ -21,6 +21,7 @@ from spes_p2p.model.build import build_slot_model, outline
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, model_of
+from spes_p2p.peer.life import _slots_by_data
 from spes_p2p.planner.size import model_size
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -28,7 +29,7 @@ from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import StartBundles, WholeModel, with_digests
 from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.slots import HeldSlots
-from spes_p2p.training.trainer import Trainer
+from spes_p2p.training.trainer import ROUTING_BATCHES, Trainer
 
 families = pytest.mark.parametrize("family", sorted(CONFIGS))
 
@@ -358,3 +359,43 @@ def test_a_carried_configuration_has_settings_of_its_family_alone_and_the_tensor
 def test_a_dense_family_has_no_experts_and_a_mixture_has_some(shape, message):
     with pytest.raises(ValidationError, match=re.escape(message)):
         ModelConfig.model_validate(shape)
+
+
+def test_slots_are_chosen_by_the_routing_of_own_data(tmp_path, seed):
+    """What stock routers choose of the next batches; afterwards the data go on where they were."""
+    source = saved(tmp_path / "stock", "qwen3_moe")
+    run = started(source, train=TrainConfig(batch_size=4))
+    model = build_slot_model(
+        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=None, claimed=(), storage="fp32"
+    )
+    ids_NT = torch.randint(VOCAB, (4 * ROUTING_BATCHES + 4, SEQUENCE + 1))
+    trainer = Trainer(model, run.train, Repeatable(ids_NT), Ranks("cpu"))
+    bundles = StartBundles(run, VOCAB, source)
+    chosen = _slots_by_data(trainer, lambda: bundles, 2)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        logits = plain(ids_NT[:-4, :-1], output_router_logits=True).router_logits
+    experts = torch.cat([layer_TE.topk(2, dim=-1).indices.flatten() for layer_TE in logits])
+    counts = experts.bincount(minlength=EXPERTS)
+    assert chosen == counts.argsort(descending=True, stable=True)[:2].tolist(), counts
+    assert torch.equal(trainer.data.next_batch(4), ids_NT[:4])
+    with pytest.raises(ConfigError, match=r"--slots-by-data: it needs this machine's copy of the model \(--from\)"):
+        _slots_by_data(trainer, None, 2)
+
+
+class Repeatable:
+    """Sequences in their order, from a place that can be restored."""
+
+    def __init__(self, ids_NT: torch.Tensor) -> None:
+        self._ids_NT = ids_NT
+        self._place = 0
+
+    def next_batch(self, batch_size: int) -> torch.Tensor:
+        self._place += batch_size
+        return self._ids_NT[self._place - batch_size : self._place]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self._place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._place = state["place"]
