@@ -91,7 +91,7 @@ FAMILIES: dict[str, Family] = {
 LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling")
 """Settings with which a family changes the logits that the head returns, which then cannot be computed in chunks."""
 TARGETS: dict[str, Literal["attention", "mlp"]] = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), "attention"),
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), "mlp"),
+    **{"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "qkv_proj": "attention"},
+    **{"o_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp", "gate_up_proj": "mlp", "down_proj": "mlp"},
 }
 """Where linear layers belong, by the last part of their stock names."""

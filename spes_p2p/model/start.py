@@ -118,6 +118,13 @@ def model_of(source: Path) -> ModelConfig:
             f"{source}: config.json has settings that no run can have: {one_line(error)}; give --from another "
             f"checkpoint"
         ) from error
+    _check_lossless(source, config, model)
+    return model
+
+
+def _check_lossless(source: Path, config: PretrainedConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if a run's model differs from a checkpoint's in a setting that the stock model reads."""
+    fields = effective(config)
     built = hf_config(model, config.vocab_size, 1)
     after = effective(built)
     for name in sorted(fields.keys() - OWN_LOSSES):
@@ -126,7 +133,6 @@ def model_of(source: Path) -> ModelConfig:
                 f"{source}: config.json sets {name}={getattr(config, name)!r}, where a run has "
                 f"{getattr(built, name, None)!r}; give --from a checkpoint that agrees"
             )
-    return model
 
 
 def _carried(source: Path, config: PretrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
