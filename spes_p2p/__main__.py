@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "plan": ("PlanConfig", "spes_p2p.commands.plan", "memory, traffic and time that a run needs of a machine"),
     "tokenize": ("TokenizeConfig", "spes_p2p.commands.tokenize", "turn text into shards of token ids"),
     "invite": ("InviteConfig", "spes_p2p.commands.invite", "invite friends to vote, or volunteers to a closed run"),
+    "chat": ("ChatConfig", "spes_p2p.commands.chat", "talk to a model: of a folder, of a peer, or of a running swarm"),
     "evaluate": ("EvaluateConfig", "spes_p2p.commands.evaluate", "measure a checkpoint"),
     "amend": ("AmendConfig", "spes_p2p.commands.amend", "prolong or anneal a run that is under way"),
     "export": ("ExportConfig", "spes_p2p.commands.export", "write a round's model as a Hugging Face checkpoint"),

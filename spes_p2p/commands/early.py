@@ -51,6 +51,8 @@ def refuse(config: CommandConfig) -> None:
                 check_dataset(config.dataset)
         case of.ExportConfig():
             check_export(config)
+        case of.ChatConfig(source=source):
+            check_source(source)
         case of.EvaluateConfig():
             check_text(config.text)
             check_checkpoint(config.checkpoint)
@@ -135,10 +137,23 @@ def check_export(config: of.ExportConfig) -> None:
         raise ConfigError(
             f"--from {config.start_from} is the base to merge adapters into; add --merged, or drop --from"
         )
-    if source is not None and "spes:" in source.lower():
+    if source is not None and is_link(source):
         JoinLink.parse(source)
     elif source is not None and not is_store(source):
         _check_kept(Path(source).expanduser())
+
+
+def check_source(source: str) -> None:
+    """Raise ConfigError or DataError for a place that has no model."""
+    if is_link(source):
+        JoinLink.parse(source)
+    elif not is_store(source) and not is_kept(folder := Path(source).expanduser()):
+        check_checkpoint(folder, "name the folder of a model or of a peer, or a run's link")
+
+
+def is_link(source: str) -> bool:
+    """Check whether a source is a link, which is longer than a file's name may be."""
+    return "spes:" in source.lower()
 
 
 def is_store(source: str) -> bool:
@@ -146,6 +161,11 @@ def is_store(source: str) -> bool:
     return source.startswith("s3://") or any(Path(source).expanduser().glob("round-*/SHA256SUMS"))
 
 
+def is_kept(folder: Path) -> bool:
+    """Check whether a folder is the output of a peer or a monitor."""
+    return (folder / "versions").is_dir() or (folder / "checkpoint").is_dir()
+
+
 def _check_kept(folder: Path) -> None:
-    if not (folder / "versions").is_dir() and not (folder / "checkpoint").is_dir():
+    if not is_kept(folder):
         raise DataError(f"{folder} is no folder of a peer or a monitor; name what their --output names")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from spes_p2p.commands.early import check_export, is_store
+from spes_p2p.commands.early import check_export, is_link, is_store
 from spes_p2p.config.commands import ExportConfig
 from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError
@@ -34,7 +34,13 @@ ATTEMPTS = 3
 
 
 def main(config: ExportConfig) -> int:
-    """Export a round; return the exit code.
+    """Export a round, and say what was written; return the exit code."""
+    say(f"wrote {write(config)}")
+    return 0
+
+
+def write(config: ExportConfig) -> str:
+    """Export a round; return what was written, in words.
 
     Raises:
         ConfigError: flags contradict each other, or the output cannot be written.
@@ -42,7 +48,7 @@ def main(config: ExportConfig) -> int:
     """
     source, run_id, initial_peers = config.source, config.run_id, config.initial_peers
     check_export(config)
-    if source is not None and "spes:" in source.lower():  # a link is longer than the name of any file may be
+    if source is not None and is_link(source):
         link = JoinLink.parse(source)
         run_id, initial_peers = link.founded, list(link.addresses)
     elif source is not None and is_store(source):
@@ -67,11 +73,10 @@ def main(config: ExportConfig) -> int:
             raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
         output = config.output
         exported = _export_swarm(run_id, initial_peers, output, overwrite=config.overwrite, yes=config.yes)
-    say(f"wrote {output}: {exported}")
-    return 0
+    return f"{output}: {exported}"
 
 
-def _download(config: ExportConfig, place: str) -> int:
+def _download(config: ExportConfig, place: str) -> str:
     """Write a checkpoint that a monitor has uploaded."""
     if config.output is None:
         raise ConfigError(f"{place} has no folder here; name one with --output")
@@ -81,8 +86,7 @@ def _download(config: ExportConfig, place: str) -> int:
     check_free(output, overwrite=config.overwrite)
     found = Store(place).download(config.round, output, overwrite=config.overwrite)
     num_bytes = sum(path.stat().st_size for path in output.iterdir())
-    say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {num_bytes / 1e6:.1f} MB")
-    return 0
+    return f"{output}: round {found.round} of run {found.run_id!r}, {num_bytes / 1e6:.1f} MB"
 
 
 def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, overwrite: bool, yes: bool) -> Exported:

@@ -436,6 +436,7 @@ def _summary(config: ExperimentConfig, code: int) -> str:
     return _trained(config) + (
         f"\nmodel      {out / 'model'}  (an ordinary Hugging Face checkpoint)\n"
         f"report     {out / 'report.html'}\nmetrics    {out / METRICS_FILE}\nsettings   {out / RUN_FILE}\n\n"
+        f"talk to it:  {_spes('chat', out / 'model')}\n"
         f"evaluate:  {_spes('evaluate', out / 'model')}\n"
         f"resume:    {resume}   (after an interruption)\n"
         f"join:      while it runs, with the command printed at the start; it is in {out / 'logs' / 'peer-0.log'} too"

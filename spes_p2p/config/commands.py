@@ -305,6 +305,21 @@ class EvaluateConfig(CommandConfig, LmTasks):
         return self
 
 
+class ChatConfig(CommandConfig, Consent):
+    """Talk to a model in the terminal: by its chat template if it has one; otherwise it continues your text."""
+
+    source: Annotated[str, WORD]
+    """Folder of a checkpoint, the --output of a peer or monitor, where a monitor uploads to, or a run's link."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Answer this alone, and exit."""
+    max_tokens: PositiveInt = 256
+    """Longest answer."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """0 takes the most likely token each time. By default the checkpoint's own, or else 0.5."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Above 1 it makes repetition rarer. By default the checkpoint's own; if it names no temperature, 1.2."""
+
+
 class ExportConfig(CommandConfig, Consent):
     """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline; from
     where a monitor uploads to; or from a running swarm by its link, or by --run-id and --initial-peers."""

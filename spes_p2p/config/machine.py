@@ -286,7 +286,7 @@ class Cache(Frozen):
     """Where a command keeps what it would otherwise make again."""
 
     cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
+    """Trained tokenizers and tokenised text."""
 
 
 class Consent(Frozen):
@@ -321,6 +321,9 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output,
     `round.shrink_seconds`."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
+    slots_by_data: bool = False
+    """Begin with the slots that own data uses most. The routers of the checkpoint (`--from`) tell. By default a peer
+    begins with the slots that have the fewest holders; while a slot has none, it goes before all others."""
     page: PagePlace = "127.0.0.1"
     """HOST:PORT of the live page, or `off`. Prometheus's /metrics is there too. Without a port, a free one; by default
     on this machine alone."""

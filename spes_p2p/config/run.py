@@ -62,7 +62,8 @@ class ModelConfig(Frozen):
     """Shape of the model, in the stock Hugging Face classes' terms."""
 
     family: FamilyName = "olmoe"
-    """Which stock `transformers` architecture to build: the first three are mixtures of experts, the others dense."""
+    """Which stock `transformers` architecture to build: the first three are mixtures of experts, the others dense.
+    Those after `gemma` start from a checkpoint (--from)."""
     hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 128
     """Width D of the residual stream."""
     num_layers: Annotated[int, Field(ge=1, le=1024)] = 4
@@ -116,6 +117,8 @@ class ModelConfig(Frozen):
     def _check_shapes(self) -> ModelConfig:
         if self.start is not None:
             self._check_start(self.start)
+        if self.stock.is_carried != bool(self.start and self.start.config and self.start.tensors):  # guard: never
+            raise ValueError(f"model.family={self.family} needs a checkpoint to start from; name one with --from")
         for name in ("num_experts", "top_k"):
             if (getattr(self, name) == 0) != self.is_dense:  # guard: never
                 raise ValueError(

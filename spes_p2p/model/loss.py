@@ -7,15 +7,14 @@ experts, X = S K choices of a sequence, V vocabulary entries, P rows of a head o
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from spes_p2p.config import FAMILIES, TrainConfig
+from spes_p2p.config import FAMILIES, LOGIT_SETTINGS, TrainConfig
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import compute_dtype
@@ -242,28 +241,6 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
     return nats / num_tokens
 
 
-def greedy_continuation(
-    module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float, ends: Collection[int] = ()
-) -> list[int]:
-    """Return the most likely tokens after a prompt of one token or more, in evaluation mode.
-
-    It stops after a token of `ends`, and after `seconds`.
-    """
-    device, was_training = next(module.parameters()).device, module.training
-    module.eval()
-    tokens_1T, deadline = prompt_T.to(device)[None], time.monotonic() + seconds
-    try:
-        with torch.no_grad():
-            while tokens_1T.shape[1] < len(prompt_T) + num_tokens and time.monotonic() < deadline:
-                logits_V = module(input_ids=tokens_1T, use_cache=False).logits[0, -1]
-                tokens_1T = torch.cat([tokens_1T, logits_V.argmax()[None, None]], dim=1)
-                if int(tokens_1T[0, -1]) in ends:
-                    break
-    finally:
-        module.train(was_training)
-    return tokens_1T[0, len(prompt_T) :].tolist()
-
-
 def _loss_of(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Tensor | None, z_factor: float = 0.0) -> Tensor:
     """Return the cross entropy with the outputs' z-loss, and without, `[2]`; the second has no graph.
 
@@ -297,7 +274,8 @@ def _loss_in_head(
     head that this program has not built is left alone.
     """
     config: Any = module.config
-    if config.model_type not in FAMILIES:  # a composite model has its vocabulary elsewhere
+    # A composite model has its vocabulary elsewhere, and some models change what their head returns.
+    if config.model_type not in FAMILIES or any(getattr(config, name, None) for name in LOGIT_SETTINGS):
         yield False
         return
     head: Any = module.get_output_embeddings()  # type: ignore[operator]

@@ -21,7 +21,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
-from spes_p2p.errors import DataError
+from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
@@ -31,7 +31,7 @@ from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import TOKENIZER, Manifest
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Found, PeerCheckpoint, Saved
@@ -167,6 +167,8 @@ def _train(
         end.prepare(partial(_hand_over, sync, run.round))
         has_version = SHARED in swarm.versions() or saved is not None
         initial = None if has_version else _initial(config, run, admission.manifest.vocab_size, sync, trainer)
+        if config.slots_by_data and not has_version:
+            sync.held.resume(_slots_by_data(trainer, initial, max_slots))
         gate = LossGate(trainer, sync, probe_BT1)
         loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, intent=controls.intent)
         loop.amended = partial(_each_round, config, joined)
@@ -226,6 +228,25 @@ def _initial(
     if start_digests(run):
         return None
     return partial(build_initial, run, vocab_size, sync.anchors, trainer.layouts)
+
+
+def _slots_by_data(trainer: Trainer, initial: Callable[[], Mapping[VectorName, Tensor]] | None, most: int) -> list[int]:
+    """Return the slots that the run's start routes most of this peer's data to.
+
+    Raises:
+        ConfigError: this peer has no copy of the start, or the run has no slots.
+    """
+    if initial is None or not trainer.model.num_slots:
+        reason = "this run has no slots to choose" if initial else "it needs this machine's copy of the model (--from)"
+        raise ConfigError(f"--slots-by-data: {reason}; drop it")
+    vectors = initial()
+    for name in vectors:
+        trainer.load({name: vectors[name][: trainer.layouts[name.kind].numel]})
+    routed = trainer.routing_of_data()
+    chosen = sorted(routed, key=lambda slot: -routed[slot])[:most]
+    share = sum(map(routed.__getitem__, chosen)) / max(1, sum(routed.values()))
+    log.info("%.0f %% of this peer's data is routed to slots %s", 100 * share, slot_ranges(sorted(chosen)))
+    return chosen
 
 
 def _source(config: PeerConfig, run: RunConfig, manifest: Manifest) -> tuple[Callable[[int], TokenSource], LongTensor]:

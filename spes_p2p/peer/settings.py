@@ -21,7 +21,7 @@ from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import check_attention, check_build, hf_config, outline
 from spes_p2p.model.peft_files import adapter_of, named_base
-from spes_p2p.model.start import StartWeights, over_checkpoint
+from spes_p2p.model.start import StartWeights, model_of, over_checkpoint
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import run_size
 from spes_p2p.planner.traffic import of_moments_round, round_traffic, rounds_for_links, transfer_seconds
@@ -48,7 +48,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     run = _on_files(config, run)
     cache = config.cache
-    source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
+    source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from, model_of)
     if source is not None:
         run = over_checkpoint(run, source).model_copy(update={"adapter": _adapter(config, run, hub_name)})
         check_choices(config, run)

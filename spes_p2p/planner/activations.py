@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config import LOGIT_SETTINGS, ModelConfig
 
 WIDE = 4
 """Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
@@ -63,11 +63,18 @@ class Activations:
         """
         per_token = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
         in_a_layer = self.tokens * per_token + self._stack()
-        rows = head_rows(self.tokens, self.vocab_size, self.precision)
-        at_the_logits = rows * _chunk_bytes(self.precision) * self.vocab_size
-        if self.precision == "bf16" and not self.has_frozen_base:
-            at_the_logits += 2 * NARROW["bf16"] * self.vocab_size * self.model.hidden_size
+        at_the_logits = 3 * self.tokens * WIDE * self.vocab_size  # and their softmax and its gradient
+        if not self._keeps_logits:
+            rows = head_rows(self.tokens, self.vocab_size, self.precision)
+            at_the_logits = rows * _chunk_bytes(self.precision) * self.vocab_size
+            if self.precision == "bf16" and not self.has_frozen_base:
+                at_the_logits += 2 * NARROW["bf16"] * self.vocab_size * self.model.hidden_size
         return self.kept_bytes + max(at_the_logits, in_a_layer)
+
+    @property
+    def _keeps_logits(self) -> bool:
+        start = self.model.start
+        return start is not None and any(start.config.get(name) for name in LOGIT_SETTINGS)
 
     def _norm(self) -> int:
         """Return the last norm's bytes per token: its input, normalised input, and the gradient of its output."""

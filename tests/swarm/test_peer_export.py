@@ -108,6 +108,8 @@ def test_a_peers_folder_gives_the_monitors_model_of_the_same_round(world: World,
     link = (world.folder / "a" / "link").read_text().strip()
     fetched = world.export(link, "--output", world.folder / "fetched")
     assert fetched.code == 0, fetched.stderr
+    answer = world.server.start("chat", [link, "--prompt", "7 plus 7 is", "--max-tokens", "4"]).end(SECONDS)
+    assert answer.code == 0 and answer.stdout.startswith("7 plus 7 is"), answer
     monitor = world.start("monitor", "monitor", *join, "--console", "none").end(SECONDS)
     assert monitor.code == 0, monitor.stderr
     for peer in peers.values():
@@ -211,8 +213,11 @@ def test_a_run_starts_from_an_upcycled_checkpoint_and_another_from_its_export(wo
 
     rounds |= {"min_peers": 1, "total": 1}
     file.write_text(yaml.safe_dump({"run": {"round": rounds, **settings}}))
-    again = world.start("peer", "again", "--config", file, "--from", world.folder / "a-2", *words).end(SECONDS)
+    words += ["--from", world.folder / "a-2", "--slots-by-data"]
+    again = world.start("peer", "again", "--config", file, *words).end(SECONDS)
     assert again.code == 0, again.stderr
+    chosen = re.search(r"of this peer's data is routed to slots (\S+)", again.stderr)
+    assert chosen is not None and f"slots {chosen[1]};" in again.stderr, "and it trains them"
     assert_equal_start(world.folder / "again", world.folder / "a-2", world.folder / "again-0")
 
 

@@ -450,6 +450,7 @@ def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
         *(["evaluate", "nowhere"], ["evaluate", str(made)], ["plan", "--from", "nowhere"], ["amend", "nowhere"]),
         *(["upcycle", "--from", "nowhere", *upcycled], ["invite", "nowhere"]),
         *([*peer, "--port", port], [*peer, "--page", f":{port}"]),
+        *(["chat", "nowhere"], ["chat", "spes:abc"], ["chat", str(made)]),
         ["tokenize", "--file-glob", "nowhere*.txt", "--output-prefix", "shards/"],
     ]
     words = [sys.executable, "-c", ANSWERS, json.dumps(cases)]

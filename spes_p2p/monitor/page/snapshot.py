@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from spes_p2p.monitor.events import Event
 from spes_p2p.monitor.sinks import number_or_dash
 from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
-from spes_p2p.presentation import MAX_QUOTE_CHARS, printable, qr_rows
+from spes_p2p.presentation import MAX_QUOTE_CHARS, printable, printable_text, qr_rows
 from spes_p2p.swarm.invites import SHOWN_LETTERS
 from spes_p2p.swarm.names import slot_ranges
 
@@ -317,12 +317,7 @@ def _samples(view: SwarmView) -> dict[str, Any]:
         texts |= {f"prompt{more}": newest.prompt, f"truth{more}": newest.truth}
         for number in thinned(sorted(view.samples), 24):
             texts |= {f"{number}{more}": sample.text for sample in view.samples[number][index : index + 1]}
-    return {name: _text(text) for name, text in texts.items()}
-
-
-def _text(text: str) -> str:
-    """Return text of several lines, each of which only shows."""
-    return "\n".join(printable(line.replace("\t", "    ")) for line in text.splitlines())
+    return {name: printable_text(text) for name, text in texts.items()}
 
 
 def _key(peer_id: str) -> str:

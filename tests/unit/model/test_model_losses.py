@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import MIXTURES
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from spes_p2p.config import TrainConfig
@@ -18,7 +18,6 @@ from spes_p2p.model.loss import (
     TrainingLoss,
     balance_loss,
     causal_lm_loss,
-    greedy_continuation,
     held_out_loss,
     router_z_loss,
 )
@@ -157,21 +156,6 @@ def test_the_outputs_z_loss_is_the_mean_square_of_their_log_partition(slot_model
     for name, expected in gradients[0].items():
         error = torch.linalg.vector_norm(gradients[1][name] - expected) / torch.linalg.vector_norm(expected)
         assert error < (2e-2 if precision == "bf16" else 1e-4), name
-
-
-def test_a_greedy_continuation_is_stocks_own_and_ends_in_time(seed):
-    torch.manual_seed(seed)
-    config = OlmoeConfig(
-        **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
-        **{"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
-        **{"eos_token_id": None},
-    )
-    model = OlmoeForCausalLM(config).train()
-    prompt_T = torch.randint(50, (7,))
-    stock = model.eval().generate(prompt_T[None], do_sample=False, max_new_tokens=9)[0, 7:]
-    assert greedy_continuation(model.train(), prompt_T, num_tokens=9, seconds=60.0) == stock.tolist()
-    assert model.training, "as it was"
-    assert greedy_continuation(model, prompt_T, num_tokens=9, seconds=0.0) == []
 
 
 def few_logits(monkeypatch, num_bytes: int) -> None:
