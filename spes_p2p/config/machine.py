@@ -286,7 +286,7 @@ class Cache(Frozen):
     """Where a command keeps what it would otherwise make again."""
 
     cache: Path = Path("~/.cache/spes_p2p")
-    """Trained tokenizers and tokenised text."""
+    """Tokenizers and tokenised text."""
 
 
 class Consent(Frozen):
