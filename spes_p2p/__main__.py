@@ -13,7 +13,7 @@ USAGE = """usage: spes COMMAND [flags]; `spes COMMAND --help` explains its flags
 start here:
   spes local                        four peers train a small model on this machine, in 10 to 15 minutes
   spes join LINK                    join a run; every peer of it prints the link
-  spes plan --config spes_1b        what a run would need of this machine
+  spes plan home_1b                 what a run would need of this machine, and how many days it takes
 
 commands:
 """
@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cluster": ("ClusterConfig", "spes_p2p.commands.cluster", "one peer per node of a cluster's job"),
     "monitor": ("MonitorConfig", "spes_p2p.commands.monitor", "follow a run; leave model and report behind"),
     "local": ("ExperimentConfig", "spes_p2p.commands.local", "a whole swarm on this machine"),
-    "plan": ("PlanConfig", "spes_p2p.commands.plan", "memory, traffic and time that a run needs of a machine"),
+    "plan": ("PlanConfig", "spes_p2p.commands.plan", "what a run needs of a machine, and its days"),
     "tokenize": ("TokenizeConfig", "spes_p2p.commands.tokenize", "turn text into shards of token ids"),
     "invite": ("InviteConfig", "spes_p2p.commands.invite", "invite friends to vote, or volunteers to a closed run"),
     "evaluate": ("EvaluateConfig", "spes_p2p.commands.evaluate", "measure a checkpoint"),

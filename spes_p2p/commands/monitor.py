@@ -43,6 +43,7 @@ from spes_p2p.peer.base import obtain_base, stored_base
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.output_dir import alone_in, delete
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
+from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import say
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -413,5 +414,6 @@ def _facts(manifest: Manifest) -> Mapping[str, Any]:
         "total_rounds": run.round.total,
         "num_slots": run.num_slots,
         "vocab_size": manifest.vocab_size,
+        "active_params": run_size(run, manifest.vocab_size).active_params(run.model.top_k),
         "config": run.model_dump(mode="json"),
     }

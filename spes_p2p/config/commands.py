@@ -178,13 +178,15 @@ class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output
 
 
 class PlanConfig(CommandConfig, MachineConfig):
-    """Print the memory, traffic and time that a run needs of one peer; start nothing.
+    """Print the memory, traffic and time that a run needs of one peer, and the days that it takes; start nothing.
 
     Exits with 2 if the plan does not fit `--memory-gb`.
     """
 
     short_names: ClassVar[Mapping[str, str]] = {"max_slots": "slots", "start_from": "from"}
 
+    name: Annotated[ConfigFile | None, WORD] = None
+    """The same as --config."""
     config: ConfigFile | None = None
     """YAML or TOML with the run's settings under `run`, and a machine's choices. The name of a file that comes
     with the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
@@ -211,7 +213,15 @@ class PlanConfig(CommandConfig, MachineConfig):
     downlink_mbit: PositiveFloat | None = None
     """Every peer's downlink; of it and `uplink_mbit` each is by default the other."""
     tokens_per_second: PositiveFloat | None = None
-    """Training speed of this machine, where it is known. The planner does not guess it."""
+    """Training speed of this machine. By default it is measured for ten seconds, unless the plan names the memory of
+    another."""
+    watts: PositiveFloat | None = None
+    """Power of one peer's machine while it trains; the plan then says what electricity the run takes."""
+
+    @classmethod
+    def read_file(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings in the file that a word or `--config` names."""
+        return super().read_file({"config": given["name"], **given} if given.get("name") else given)
 
 
 class TokenizeConfig(CommandConfig, Cache):

@@ -98,7 +98,7 @@ def run(
                     max_slots=entered.max_slots,
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
-                shown(config, entered.swarm, entered.revisions, controls) as page,
+                shown(config, entered, controls) as page,
                 restart.when_daemons_die(entered.swarm, end),
             ):
                 on_joined(entered.swarm.node.contacts())

@@ -21,7 +21,8 @@ from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, in_words
 from spes_p2p.monitor.page.verbs import Verbs
 from spes_p2p.monitor.view import SwarmView, fold, look
 from spes_p2p.peer.controls import Controls
-from spes_p2p.peer.joining import LINK_FILE
+from spes_p2p.peer.joining import LINK_FILE, Joined
+from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Revisions
@@ -174,9 +175,7 @@ def _memory_bytes() -> int:
 
 
 @contextlib.contextmanager
-def shown(
-    config: PeerConfig, swarm: HivemindSwarm, revisions: Revisions, controls: Controls
-) -> Iterator[PeerPage | None]:
+def shown(config: PeerConfig, joined: Joined, controls: Controls) -> Iterator[PeerPage | None]:
     """Show this peer's page while the block runs; None with `--page off`.
 
     On a terminal it prints the link that carries the token of the verbs; a log is no place for a token.
@@ -187,9 +186,11 @@ def shown(
     if config.page == "off":
         yield None
         return
+    swarm, revisions = joined.swarm, joined.revisions
     run = revisions.run
     view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
-    facts = {"run_id": config.run_name, "config": run.model_dump(mode="json")}
+    active = run_size(run, joined.admission.manifest.vocab_size).active_params(run.model.top_k)
+    facts = {"run_id": config.run_name, "config": run.model_dump(mode="json"), "active_params": active}
     file = config.output / LINK_FILE
 
     def link() -> str:

@@ -100,7 +100,7 @@ def sections_of(state: PageState, told: Told = ()) -> Sections:
     return {
         "run": _run(state),
         "now": _now(state),
-        "figures": _figures(view, own),
+        "figures": _figures(view, own, state.run.get("active_params")),
         # Median seconds, by which the page guesses the time left.
         "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
         "rounds": {
@@ -214,7 +214,7 @@ def _is_silent(peer: PeerView, view: SwarmView) -> bool:
     return not is_past and peer.state != "left" and view.now - peer.last_seen >= view.absence_seconds / 2
 
 
-def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
+def _figures(view: SwarmView, own: Own | None, active_params: int | None) -> dict[str, Any]:
     newest = [peer.report for peer in view.peers.values() if peer.report is not None]
     held_out = [loss for loss in view.held_out.values() if math.isfinite(loss)]
     summary = view.newest
@@ -236,6 +236,16 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
         "agreed": sum(round.agreement == 1.0 for round in view.rounds.values()),
         "rounds": sum(round.agreement > 0 for round in view.rounds.values()),
     }
+    if summary and summary.seconds:
+        left = view.total_rounds - view.published
+        at_end = view.tokens + left * summary.tokens
+        figures |= {
+            "left": round(left * summary.seconds),
+            "a_day": _digits(86_400 * summary.tokens_per_second),
+            "per_param": _digits(at_end / active_params, 3)
+            if isinstance(active_params, int) and active_params
+            else None,
+        }
     if own is not None:
         figures |= _own_figures(view, own)
     return figures

@@ -8,6 +8,8 @@ const tell = (id, words) => { if (at(id).textContent !== words) at(id).textConte
 const HELP = {
   tokens: "Tokens that the certificates of the rounds name, of all rounds that this page knows. A token is about three quarters of a word.",
   speed: "Tokens of the newest round over its wall time, synchronisation included.",
+  left: "Rounds left times the newest round's time, and the tokens of a day at its speed.",
+  per_param: "Tokens per active parameter at the run's end, if all rounds to come are like the newest. Without experts, 20 make the best model for its computation (Chinchilla, arXiv 2203.15556).",
   loss: "Mean cross entropy on the text that the peers train on, in nats per token, the voters' median. Lower is better.",
   held_out: "Cross entropy of the swarm's model on text that no peer trains on, in nats per token. Lower is better; the small figure is the start's, or those of the sources.",
   active: "Peers that train now. A peer that joins first downloads the model.",
@@ -49,6 +51,8 @@ const TILES = [
   ["reach", "reachable", (f) => f.reach || "–", null, true],
   ["tokens", "swarm's tokens", (f) => short(f.tokens), (f) => (f.since > 1 ? `since round ${f.since}` : "")],
   ["speed", "tokens per second", (f) => short(f.speed)],
+  ["left", "time to the end", (f) => (f.left === undefined ? "–" : duration(f.left)), (f) => (f.left === undefined ? "" : `${short(f.a_day)} tokens a day`)],
+  ["per_param", "tokens per parameter", (f) => short(f.per_param), () => "Chinchilla: 20"],
   ["loss", "training loss", (f) => short(f.loss, 4)],
   ["held_out", "held-out loss", (f) => short(f.held_out, 4), (f) => f.held_out_sources || (f.held_out_first === null ? "" : `${short(f.held_out_first, 4)} at first`), false],
   ["active", "peers", (f) => String(f.active), (f) => (f.joining ? `${f.joining} joining` : "")],
