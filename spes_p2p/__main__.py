@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "evaluate": ("EvaluateConfig", "spes_p2p.commands.evaluate", "measure a checkpoint"),
     "amend": ("AmendConfig", "spes_p2p.commands.amend", "prolong or anneal a run that is under way"),
     "export": ("ExportConfig", "spes_p2p.commands.export", "write a round's model as a Hugging Face checkpoint"),
+    "credit": ("CreditConfig", "spes_p2p.commands.credit", "list peers by the tokens of theirs that counted"),
     "upcycle": ("UpcycleConfig", "spes_p2p.commands.upcycle", "make a mixture of experts from a dense model"),
     "simulate": ("SimulateConfig", "spes_p2p.commands.simulate", "compare ways to train in a simulation"),
     "health": ("HealthConfig", "spes_p2p.commands.health", "tell whether a peer makes progress"),

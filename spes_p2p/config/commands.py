@@ -342,6 +342,14 @@ class ExportConfig(CommandConfig, Consent):
     """Multiaddrs of peers in that run's swarm."""
 
 
+class CreditConfig(CommandConfig, Consent):
+    """List a run's peers by the tokens that counted, as certificates say: of the rounds that a peer or a monitor has
+    seen, or by a link of those that the swarm still keeps in a row."""
+
+    source: Annotated[str, WORD]
+    """The --output of a peer or monitor, which may be running; or a run's link."""
+
+
 class AmendConfig(CommandConfig, FoundersFolder):
     """Prolong or anneal a run that is under way, or has ended: change settings that its founder has signed.
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from spes_p2p.config import PeerConfig
+from spes_p2p.monitor import credit
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, in_words
@@ -196,7 +197,8 @@ def shown(config: PeerConfig, joined: Joined, controls: Controls) -> Iterator[Pe
     def link() -> str:
         return file.read_text().strip() + config.flags_of_others(run) if file.exists() else ""
 
-    state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link())
+    view = replace(view, now=swarm.now(), settled=credit.kept(config.output))
+    state = PageState(view, facts, Own(swarm.peer_id, stage="joining"), link=link())
     verbs = Verbs(controls.act, config.output)
     page = Page(config.page, state, config.output, verbs)
     log.info("page: %s", page.address)

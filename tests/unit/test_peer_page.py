@@ -44,6 +44,9 @@ class ScriptedSwarm:
     def known(self) -> None:
         return None
 
+    def names(self) -> dict[str, str]:
+        return {peer_id(1): "Ann"}
+
     def traffic(self) -> tuple[int, int]:
         return 11, 22
 

@@ -114,6 +114,13 @@ def sections_of(state: PageState, told: Told = ()) -> Sections:
         "coverage": view.coverage,
         "peers": {_key(peer.peer_id): _peer(peer, view, own) for peer in shown},
         "matrix": {_key(peer.peer_id): _cells(peer) for peer in shown if peer.state == "active" and peer.slots},
+        "credit": {
+            "told": view.credit.told() if view.credit.rounds else "",
+            "peers": [
+                [_key(peer), tokens, view.credit.names.get(peer, "")]
+                for peer, tokens in list(view.credit.tokens.items())[:MAX_PEERS]
+            ],
+        },
         "events": told,
         "samples": _samples(view),
         "baselines": {
@@ -266,6 +273,7 @@ def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
     tokens = sum(view.rounds[number].tokens for number in numbers)
     return {
         "my_tokens": peer.report.total_tokens if peer is not None and peer.report is not None else 0,
+        "given": view.credit.tokens.get(own.peer_id),
         "share": _digits(counted / tokens, 3) if tokens else None,
         "my_sent": own.sent_bytes,
         "my_received": own.received_bytes,

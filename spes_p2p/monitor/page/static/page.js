@@ -31,6 +31,8 @@ const HELP = {
   peers_chart: "Members of each round, as its certificate names them.",
   mine: "Tokens that this machine trained in each committed round.",
   samples: "The model of each evaluated round continues the beginning of a held-out text, or replies to the first turn of held-out conversations, with its most likely token each time.",
+  given: "Tokens of this machine that counted, by the certificates of the rounds that it has seen.",
+  credit: "Thank you. Tokens that counted, by the certificates of the rounds that this machine has seen, and never by what a peer reports. A name is what its owner has set.",
   peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging. On a peer's own page \"link\" says how it reaches the other: by a direct call, met through both routers by an introduction, or through others, and \"votes\" by which of the founder's invites it votes on what counts.",
   controls: "What you have asked of this machine. An empty field is the default; a change takes effect within one step, the number of slots with the next round, the upload rate with the next start.",
   events: "What happened, newest first, in this device's time.",
@@ -44,6 +46,7 @@ const duration = (seconds) => {
 // Key, label, value, small print, whether only a peer (true) or only a monitor (false) has it.
 const TILES = [
   ["my_tokens", "my tokens", (f) => short(f.my_tokens), null, true],
+  ["given", "given, and counted", (f) => short(f.given), null, true],
   ["share", "my share", (f) => percent(f.share), null, true],
   ["traffic", "sent / received", (f) => `${bytes(f.my_sent)} / ${bytes(f.my_received)}`, null, true],
   ["memory", "memory", (f) => bytes(f.memory), null, true],
@@ -85,6 +88,7 @@ function receive(state) {
   if (has("matrix", "run")) matrix.change();
   if (has("rounds", "held_out", "baselines")) showCharts();
   if (has("peers", "figures")) showPeers();
+  if (has("credit")) showCredit();
   if (has("events")) showEvents();
   if (has("control")) showControls();
   if (has("samples")) showSamples();
@@ -388,6 +392,13 @@ function showPeers() {
     row.append(...cells.map((words) => element("td", words)));
     return row;
   }));
+}
+
+function showCredit() {
+  const { told, peers } = data.credit;
+  at("credit").hidden = !peers.length;
+  at("credit-words").textContent = told;
+  at("given").replaceChildren(...peers.map(([key, tokens, owner]) => element("li", `${owner ? `${owner}, ` : ""}${name(key)}: ${short(tokens)} tokens`)));
 }
 
 function showEvents() {
