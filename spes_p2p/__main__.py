@@ -13,6 +13,7 @@ USAGE = """usage: spes COMMAND [flags]; `spes COMMAND --help` explains its flags
 start here:
   spes local                        four peers train a small model on this machine, in 10 to 15 minutes
   spes join LINK                    join a run; every peer of it prints the link
+  spes found                        found a run: five questions, and a plan with its days
   spes plan home_1b                 what a run would need of this machine, and how many days it takes
 
 commands:
@@ -23,6 +24,7 @@ SPINS = "1000"
 programs use a core, too, a step then takes half of the time or less; on quiet cores it takes as long as before."""
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "peer": ("PeerConfig", "spes_p2p.peer.life", "found or join a run, and train it"),
+    "found": ("FoundConfig", "spes_p2p.commands.found", "found a run by five questions"),
     "join": ("JoinConfig", "spes_p2p.commands.join", "join the run that a link names, and train it"),
     "ctl": ("CtlConfig", "spes_p2p.commands.ctl", "pause, resume, limit or end a running peer"),
     "cluster": ("ClusterConfig", "spes_p2p.commands.cluster", "one peer per node of a cluster's job"),

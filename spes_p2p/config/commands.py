@@ -91,6 +91,30 @@ class JoinConfig(VolunteerConfig):
         return self
 
 
+class FoundConfig(NewRun, CommandConfig, MachineConfig, OwnData, Cache, Consent):
+    """Found a run by five questions: what for (--run-id), which model (--config), whose text (--text), who may join
+    (--run.invite-only), and this link's upload rate (--uplink-mbit).
+
+    A flag answers its question; without a terminal, and with --yes, defaults answer the others. The plan is shown, the
+    settings are written beside the output, and `spes peer` starts with them; it has more flags.
+    """
+
+    run_id: RunId | None = None
+    """Name of the run."""
+    output: Path | None = None
+    """Directory of the founder's peer. By default runs/ and the run's name."""
+    max_slots: PositiveInt | Literal["auto"] = "auto"
+    """Largest number of expert slots to claim."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where to train; by default on a GPU if there is one."""
+    host: str | None = None
+    """Address to listen on; by default all."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on, TCP and UDP. Others must be able to reach it; by default the system chooses one."""
+    tokens_per_second: PositiveFloat | None = None
+    """Training speed for the plan; by default it is measured."""
+
+
 class ClusterConfig(NewRun, VolunteerConfig, NamedRun):
     """Train a run with one peer per node. Start it on each node; the first founds."""
 
@@ -184,6 +208,8 @@ class PlanConfig(CommandConfig, MachineConfig):
     """
 
     short_names: ClassVar[Mapping[str, str]] = {"max_slots": "slots", "start_from": "from"}
+    ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
+    """Keys that its YAML file may have: it may be a peer's."""
 
     name: Annotated[ConfigFile | None, WORD] = None
     """The same as --config."""
