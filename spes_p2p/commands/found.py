@@ -39,17 +39,17 @@ def main(config: FoundConfig) -> int:
         ConfigError: an answer is missing or cannot be, or the output exists.
     """
     settings = config.model_dump(mode="json", exclude_unset=True)
-    run_id = config.run_id or _asked(config, "what is the run for?", "my-run", lambda word: bool(_name(word)))
-    run_id = _name(run_id)
+    run_id = _name(config.run_id or _asked(config, "what is the run for?", "my-run", lambda word: bool(_name(word))))
     settings = _over(_model(config), settings)
     run: dict[str, Any] = {"data": {}} | settings.get("run", {})
     settings["run"] = run
+    usual, text = "as its settings say", ""
     if not (config.text or config.data):
-        usual = "as its settings say"
         text = _asked(config, "whose text? a folder of yours, or", usual, lambda word: word == usual or _exists(word))
-        if text != usual:
-            settings["text"], run["data"] = [text], {**run["data"], "source": "files"}
-            run["data"] = {key: value for key, value in run["data"].items() if key not in ("name", "split")}
+        settings |= {"text": [text]} if text != usual else {}
+    if text != usual:
+        run["data"] = {key: run["data"][key] for key in run["data"] if key not in ("name", "split")}
+        run["data"]["source"] = "files"
     if "invite_only" not in run:
         who = _asked(config, "who may join? all, or invited", "all", ("all", "invited").__contains__)
         run["invite_only"] = who == "invited"

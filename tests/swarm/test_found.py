@@ -49,8 +49,9 @@ class Terminal:
         os.write(self._end, keys.encode())
 
     def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         os.close(self._end)
 
 
@@ -105,6 +106,19 @@ def test_answers_are_checked_and_taken(terminal, tmp_path):
     written = load_settings(PeerConfig, ["--run-id", "x", "--config", str(tmp_path / "runs" / "poems-in-Latin.yaml")])
     assert written.text == [Path("poems")] and written.run.data.source == "files"
     assert written.run.invite_only and written.uplink_mbit == 50
+
+
+def test_a_flag_answers_each_question(tmp_path):
+    (tmp_path / "a.txt").write_text("a poem\n")
+    flags = ["--config", "home_1b", "--text", "a.txt", "--run-id", "x", "--run.invite-only", "--uplink-mbit", "50"]
+    terminal = Terminal(tmp_path, *QUICK, *flags)
+    terminal.wait_for(r"8 such peers: \d+ days[^?]*found it now\? ")
+    terminal.type("n\n")
+    assert terminal.process.wait(SECONDS) == 0
+    terminal.close()
+    written = load_settings(PeerConfig, ["--run-id", "x", "--config", str(tmp_path / "runs" / "x.yaml")])
+    assert written.run.data.source == "files" and written.run.data.name is None, "own text is in place of the hub's"
+    assert written.run.invite_only and written.uplink_mbit == 50 and written.max_slots == 4
 
 
 def test_names_and_settings_are_put_together():
