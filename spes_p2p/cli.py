@@ -316,7 +316,7 @@ def help_text(cls: type[CommandConfig], word: str = "--help", width: int | None 
     lines += [line for flag in own for line in _lines(flag, width, in_full=in_full)]
     for name in groups:
         clause = CLAUSE.split(cls.model_fields[name].description or "")[0].rstrip(".")
-        lines += _row(f"--{name}.*", f"{clause}; listed by --help-{name}", width)
+        lines += _row(f"--{name}.*", f"{clause}; see --help-{name}", width)
     return "\n".join([*lines, *_row("--help, --help-all", "Show this, or the same with the flags in full", width)])
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spes_p2p.commands.early import check_export, is_link, is_store
+from spes_p2p.config import RunConfig
 from spes_p2p.config.commands import ExportConfig
 from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError
@@ -102,6 +104,29 @@ def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, ov
 
 
 def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool) -> None:
+    with visiting(run_id, initial_peers, folder, yes=yes) as (swarm, run, anchors):
+        sizes = anchors.bundle_numel()
+        show_download(swarm, 4 * (sizes[SHARED] + run.num_slots * sizes["slot"]))
+        view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+        for attempt in range(1, ATTEMPTS + 1):
+            swarm.catch_up()
+            try:
+                view = fold(view, look(swarm))
+                pull_round(swarm, run, swarm.last(), sorted({*peers_of(view), *swarm.contacts()}))
+                return
+            except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
+                if attempt == ATTEMPTS:
+                    remedy = "try again, or other --initial-peers"
+                    raise AbsentError(f"no peer sent the model: {error}; {remedy}") from error
+                log.warning("%s; trying again", error)
+                swarm.wait(run.round.heartbeat_seconds)
+
+
+@contextlib.contextmanager
+def visiting(
+    run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
+) -> Iterator[tuple[HivemindSwarm, RunConfig, Anchors]]:
+    """Be in a run's swarm during the block, without a part in it; `folder` gets what is fetched."""
     name, founder, recent = (*run_id.split("@"), "", "")[:3]
     node = Node(
         Identity(folder / "identity.key"),
@@ -118,20 +143,6 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
         guests = guest_list(swarm, manifest)
         swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=0, guests=guests, recent=recent)
-        sizes = anchors.bundle_numel()
-        show_download(swarm, 4 * (sizes[SHARED] + run.num_slots * sizes["slot"]))
-        view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
-        for attempt in range(1, ATTEMPTS + 1):
-            swarm.catch_up()
-            try:
-                view = fold(view, look(swarm))
-                pull_round(swarm, run, swarm.last(), sorted({*peers_of(view), *swarm.contacts()}))
-                return
-            except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
-                if attempt == ATTEMPTS:
-                    remedy = "try again, or other --initial-peers"
-                    raise AbsentError(f"no peer sent the model: {error}; {remedy}") from error
-                log.warning("%s; trying again", error)
-                swarm.wait(run.round.heartbeat_seconds)
+        yield swarm, run, anchors
     finally:
         swarm.close()

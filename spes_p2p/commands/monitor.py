@@ -27,7 +27,9 @@ from spes_p2p.data.packing import held_out_by_source, probe_windows
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
 from spes_p2p.fs import private_folder
+from spes_p2p.monitor import credit
 from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints
+from spes_p2p.monitor.credit import Credit
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, Sink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
@@ -43,6 +45,7 @@ from spes_p2p.peer.base import obtain_base, stored_base
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.output_dir import alone_in, delete
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
+from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import say
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -274,10 +277,12 @@ def _watch(
     known: Mapping[str, Any] = {}
     if path.exists() and path.stat().st_size:
         view, known = replay(path, view)
+    view = replace(view, settled=credit.kept(output))
     facts = {**facts, "watch": known.get("watch") or secrets.token_hex(4)}
     sinks = Sinks(view)
     try:
         sinks.add(METRICS_FILE, lambda: JsonlSink(path, facts, swarm.now()))
+        sinks.add(credit.FILE, lambda: CreditSink(output))
         if (mode := settings.console) != "none":
             sinks.add("the console", lambda: ConsoleSink(manifest.run_id, mode))
         if settings.tensorboard:
@@ -328,6 +333,22 @@ class PageSink(Sink):
 
     def update(self, view: SwarmView) -> None:
         self._page.show(PageState(view, self._run, link=self._link()))
+
+
+class CreditSink(Sink):
+    """Keeps the tokens that counted, by peer, in the monitor's output."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._written = Credit()
+
+    def take(self, event: Event, view: SwarmView) -> None:
+        return
+
+    def update(self, view: SwarmView) -> None:
+        if view.settled != self._written:
+            credit.save(self._output, view.settled)
+            self._written = view.settled
 
 
 def _save(output: Path, round: int, loss: float | None) -> None:
@@ -415,5 +436,6 @@ def _facts(manifest: Manifest) -> Mapping[str, Any]:
         "total_rounds": run.round.total,
         "num_slots": run.num_slots,
         "vocab_size": manifest.vocab_size,
+        "active_params": run_size(run, manifest.vocab_size).active_params(run.model.top_k),
         "config": run.model_dump(mode="json"),
     }

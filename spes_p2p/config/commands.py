@@ -91,6 +91,30 @@ class JoinConfig(VolunteerConfig):
         return self
 
 
+class FoundConfig(NewRun, CommandConfig, MachineConfig, OwnData, Cache, Consent):
+    """Found a run by five questions: what for (--run-id), which model (--config), whose text (--text), who may join
+    (--run.invite-only), and this link's upload rate (--uplink-mbit).
+
+    A flag answers its question; without a terminal, and with --yes, defaults answer the others. The plan is shown, the
+    settings are written beside the output, and `spes peer` starts with them; it has more flags.
+    """
+
+    run_id: RunId | None = None
+    """Name of the run."""
+    output: Path | None = None
+    """Directory of the founder's peer. By default runs/ and the run's name."""
+    max_slots: PositiveInt | Literal["auto"] = "auto"
+    """Largest number of expert slots to claim."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where to train; by default on a GPU if there is one."""
+    host: str | None = None
+    """Address to listen on; by default all."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on, TCP and UDP. Others must be able to reach it; by default the system chooses one."""
+    tokens_per_second: PositiveFloat | None = None
+    """Training speed for the plan; by default it is measured."""
+
+
 class ClusterConfig(NewRun, VolunteerConfig, NamedRun):
     """Train a run with one peer per node. Start it on each node; the first founds."""
 
@@ -178,13 +202,17 @@ class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output
 
 
 class PlanConfig(CommandConfig, MachineConfig):
-    """Print the memory, traffic and time that a run needs of one peer; start nothing.
+    """Print the memory, traffic and time that a run needs of one peer, and the days that it takes; start nothing.
 
     Exits with 2 if the plan does not fit `--memory-gb`.
     """
 
     short_names: ClassVar[Mapping[str, str]] = {"max_slots": "slots", "start_from": "from"}
+    ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
+    """Keys that its YAML file may have: it may be a peer's."""
 
+    name: Annotated[ConfigFile | None, WORD] = None
+    """The same as --config."""
     config: ConfigFile | None = None
     """YAML or TOML with the run's settings under `run`, and a machine's choices. The name of a file that comes
     with the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
@@ -211,7 +239,15 @@ class PlanConfig(CommandConfig, MachineConfig):
     downlink_mbit: PositiveFloat | None = None
     """Every peer's downlink; of it and `uplink_mbit` each is by default the other."""
     tokens_per_second: PositiveFloat | None = None
-    """Training speed of this machine, where it is known. The planner does not guess it."""
+    """Training speed of this machine. By default it is measured for ten seconds, unless the plan names the memory of
+    another."""
+    watts: PositiveFloat | None = None
+    """Power of one peer's machine while it trains; the plan then says what electricity the run takes."""
+
+    @classmethod
+    def read_file(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings in the file that a word or `--config` names."""
+        return super().read_file({"config": given["name"], **given} if given.get("name") else given)
 
 
 class TokenizeConfig(CommandConfig, Cache):
@@ -345,6 +381,14 @@ class ExportConfig(CommandConfig, Consent):
     """Name of the run to fetch its newest round from, instead of SOURCE. `NAME@FOUNDER` takes only that founder's."""
     initial_peers: list[str] = []
     """Multiaddrs of peers in that run's swarm."""
+
+
+class CreditConfig(CommandConfig, Consent):
+    """List a run's peers by the tokens that counted, as certificates say: of the rounds that a peer or a monitor has
+    seen, or by a link of those that the swarm still keeps in a row."""
+
+    source: Annotated[str, WORD]
+    """The --output of a peer or monitor, which may be running; or a run's link."""
 
 
 class AmendConfig(CommandConfig, FoundersFolder):

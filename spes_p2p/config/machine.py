@@ -190,6 +190,8 @@ class KeptRounds(Frozen):
     """Keep every n-th round's checkpoint for ever: of the rounds that are multiples of n. By default none."""
 
 
+OwnerName = Annotated[str, Field(pattern=r"^([0-9A-Za-z][0-9A-Za-z ._-]{0,31})?$")]  # guard: first
+"""By which pages and model cards thank a peer's owner; empty if they have set none."""
 FoundedRun = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64}(@[0-9]{1,9}:[0-9a-f]{64})?)?$"),
@@ -342,6 +344,8 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output,
     """Call others, but take no calls. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=4096)] | None = None
     """Invite, a link with one, or a file with either. A file, or SPES_INVITE, keeps it out of the process list."""
+    owner_name: OwnerName = ""
+    """Your name on pages and model cards. All can see it; by default they have the peer's id alone."""
     identity: Path | None = None
     """File of this peer's key, created if missing; by default in `output`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -371,7 +375,7 @@ class NewRun(Frozen):
     """YAML or TOML of a run's settings and this machine's. The name of a file that comes
     with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     run: RunConfig | None = None
-    """Settings of the run, for its founder only. The others take them from the signed manifest."""
+    """The run's settings, for its founder. The others take them from the signed manifest."""
 
 
 class PeerConfig(NewRun, VolunteerConfig, NamedRun):

@@ -167,7 +167,12 @@ def _swarm(config: PeerConfig) -> HivemindSwarm:
         listen=listen,
         seen=None if config.client_mode or is_told else partial(as_seen, listen),
     )
-    return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
+    return HivemindSwarm(
+        *(node, config.output / "versions"),
+        uplink_mbit=config.uplink_mbit,
+        trains_alone=config.alone,
+        name=config.owner_name,
+    )
 
 
 def as_seen(listen: ListenConfig, node: Node) -> ListenConfig:

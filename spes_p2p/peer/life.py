@@ -22,6 +22,7 @@ from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.monitor import credit
 from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
@@ -96,7 +97,7 @@ def run(
                     max_slots=entered.max_slots,
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
-                shown(config, entered.swarm, entered.revisions, controls) as page,
+                shown(config, entered, controls) as page,
                 restart.when_daemons_die(entered.swarm, end),
             ):
                 on_joined(entered.swarm.node.contacts())
@@ -204,6 +205,8 @@ def _each_round(config: PeerConfig, joined: Joined) -> RunConfig | None:
     """Write the run's link with a recent certificate; return the settings if they have changed."""
     with contextlib.suppress(OSError, ValueError):  # a full disk, or no address now: the last link holds
         write_link(config, joined.swarm, joined.admission.manifest)
+    with contextlib.suppress(OSError):  # a full disk: the next round adds this one's, too
+        credit.keep(config.output, joined.swarm.consensus.bodies(), joined.swarm.names())
     return joined.revisions.look()
 
 

@@ -74,7 +74,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         StartWeights(source, outline(run.model, len(tokenizer), run.data.sequence_length))
     if (folder := config.adapter_folder) is not None:
         run = with_adapter(run, len(tokenizer), folder)
-    run = _for_link(config, run, len(tokenizer))
+    run = for_link(config, run, len(tokenizer))
     num_bytes = len(json.dumps(run.model_dump(mode="json"))) + MANIFEST_ROOM
     if num_bytes > MAX_DOCUMENT_BYTES:  # no peer would fetch it
         raise ConfigError(
@@ -100,7 +100,7 @@ def _as_exported(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunConfi
     return run.model_copy(update={"model": model})
 
 
-def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
+def for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
     """Return a run that suits peers with the founder's uplink: its rounds are long enough, and a new model's peers send
     little where that makes rounds shorter. What the founder has set stays.
     """

@@ -54,6 +54,10 @@ class ModelSize:
         """All that is trained by some peer, which versions and checkpoints hold."""
         return self.shared_params + self.num_slots * self.slot_params
 
+    def active_params(self, top_k: int) -> int:
+        """Return the parameters that one token uses, if it is routed to `top_k` experts."""
+        return self.shared_params + top_k * self.slot_params
+
     def trained_params(self, claimed: int) -> int:
         """Return the parameters that a peer with `claimed` slots trains."""
         return self.shared_params + claimed * self.slot_params

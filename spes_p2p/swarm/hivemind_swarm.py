@@ -60,6 +60,7 @@ class HivemindSwarm:
         serve: Whether to serve versions to other peers.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
         trains_alone: Whether to commit rounds alone after all live peers have vanished without leaving.
+        name: Of this peer's owner, for all to see; empty for none.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class HivemindSwarm:
         serve: bool = True,
         uplink_mbit: float | None = None,
         trains_alone: bool = False,
+        name: str = "",
     ) -> None:
         self.peer_id = network.peer_id
         self._network = network
@@ -82,6 +84,7 @@ class HivemindSwarm:
         self._averaging: Averaging | None = None
         self._uplink_mbit = uplink_mbit
         self._trains_alone = trains_alone
+        self._name = name
         self._rounds = RoundConfig()
         self._vectors = Vectors()
         self._encoding = DeltaEncoding({})
@@ -179,7 +182,9 @@ class HivemindSwarm:
             self._machine.watchdog.start()
         self._membership.start(rounds, self._beat)
         addresses = () if self._machine is None else self._machine.node.contacts()
-        self._membership.announce(Contact(peer_id=self.peer_id, addresses=addresses, software=__version__))
+        self._membership.announce(
+            Contact(peer_id=self.peer_id, addresses=addresses, software=__version__, name=self._name)
+        )
         if recent:
             self._follow()
             self.consensus.find(recent, () if self._machine is None else self.node.initial_peers())
@@ -229,6 +234,12 @@ class HivemindSwarm:
             self._machine.meet(contacts, self._membership.last_read(Claim).keys())
         self.read(Claim)
         self.read(Progress)
+
+    def names(self) -> dict[str, str]:
+        """Return the names that owners of peers have set, by peer id."""
+        contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
+        named = {peer: contact.name for peer, contact in contacts.items() if contact.name}
+        return named | ({self.peer_id: self._name} if self._name else {})
 
     def catch_up(self) -> None:
         """Ask other peers for the certificates that this one has missed, and wait a short time for them."""

@@ -10,10 +10,17 @@ from spes_p2p.commands.plan import PlanConfig, main, vocabulary
 from spes_p2p.config import DataConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.training import speed
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = ["--config", str(ROOT / "configs" / "spes_7b.yaml")]
 LOCAL = ["--config", str(ROOT / "configs" / "local_experiment.yaml")]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Measure this machine for less than a second."""
+    monkeypatch.setattr(speed, "MEASURE_SECONDS", 0.1)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -68,6 +75,7 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys):
     averaging += row(text, "replicating slots")[0]
     assert row(text, "averaging  ")[0] == pytest.approx(averaging * 80, rel=0.01)
     assert row(text, "fetching  ")[0] == pytest.approx(fetching * 80, rel=0.01)
+    text = planned(capsys, *flags, "--uplink-mbit", "100", "--memory-gb", "500")
     assert re.search(r"training +unknown +--tokens-per-second", text)
     assert re.search(
         r"training +\d+ +\d+% of the round", planned(capsys, *flags, "--uplink-mbit", "9", "--tokens-per-second", "9")

@@ -47,6 +47,9 @@ class ScriptedSwarm:
         }[kind]
         return {record.peer_id: record for record in records}
 
+    def names(self) -> dict[str, str]:
+        return {}
+
     def known(self) -> set[str] | None:
         return {peer_id(i) for i in (0, 1)} if self.round else None
 
