@@ -111,19 +111,19 @@ def _serve(config: RendezvousConfig, swarm: HivemindSwarm, manifest: Manifest) -
     seen, stored, rests_until = "", "", 0.0
     while not (death := swarm.watchdog.death):
         body, began, come = swarm.last(), time.monotonic(), swarm.exchange.bytes_in
-        if body.digest != seen:
+        if is_new := body.digest != seen:
             revisions.look()
             seen = body.digest
-        is_due = began >= rests_until or body.round >= revisions.run.round.total
-        if body.digest != stored and is_due:
+        ends = body.round >= revisions.run.round.total  # its makers leave soon
+        if body.digest != stored and (began >= rests_until or (is_new and ends)):
             members = [member.peer_id for member in body.members]
             wanted = certified_versions(body, kept, run)
             failures = swarm.pull(wanted, members or sorted(swarm.contacts()), timeout=run.round.exchange_seconds)
             for reason, missing in by_reason(failures).items():
                 log.warning("round %d: could not fetch %s: %s", body.round, missing, reason, extra={"heals": True})
             stored = stored if failures else body.digest
-            if swarm.exchange.bytes_in > come:
-                rests_until = time.monotonic() + REST * (time.monotonic() - began)
+            rests = REST * (time.monotonic() - began) if swarm.exchange.bytes_in > come and not ends else 0.0
+            rests_until = time.monotonic() + max(rests, run.round.heartbeat_seconds if failures else 0.0)
             log.info("round %d: stored %d of %d versions", body.round, len(wanted) - len(failures), len(wanted))
         swarm.wait(FOLLOW_SECONDS)
     raise JoinError(f"{death}; start the same command again")
