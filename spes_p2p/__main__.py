@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "ctl": ("CtlConfig", "spes_p2p.commands.ctl", "pause, resume, limit or end a running peer"),
     "cluster": ("ClusterConfig", "spes_p2p.commands.cluster", "one peer per node of a cluster's job"),
     "monitor": ("MonitorConfig", "spes_p2p.commands.monitor", "follow a run; leave model and report behind"),
+    "rendezvous": ("RendezvousConfig", "spes_p2p.commands.rendezvous", "keep a run together behind home routers"),
     "local": ("ExperimentConfig", "spes_p2p.commands.local", "a whole swarm on this machine"),
     "plan": ("PlanConfig", "spes_p2p.commands.plan", "what a run needs of a machine, and its days"),
     "tokenize": ("TokenizeConfig", "spes_p2p.commands.tokenize", "turn text into shards of token ids"),
@@ -88,7 +89,7 @@ def main() -> NoReturn:
         _leave_outside(error)
 
     if name in ("--help", "-h"):
-        say(USAGE + "\n".join(f"  {name:<9} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))
+        say(USAGE + "\n".join(f"  {name:<10} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))
         sys.exit(0)
     if name == "--version":
         from spes_p2p import __version__

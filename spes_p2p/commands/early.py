@@ -39,7 +39,7 @@ def refuse(config: CommandConfig) -> None:
             raise ConfigError(f"{address!r} is not a peer's multiaddr; it looks like /ip4/1.2.3.4/tcp/4000/p2p/Qm...")
     match config:
         case PeerConfig():
-            check_ranks(os.environ, founds=not (config.initial_peers or config.resume))
+            check_ranks(os.environ, founds=config.founds)
             if is_first:
                 check_output(config.output, resume=config.resume, overwrite=config.overwrite)
         case of.ExperimentConfig():

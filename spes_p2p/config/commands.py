@@ -21,7 +21,9 @@ from spes_p2p.config.machine import (
     Consent,
     FoundedRun,
     KeptRounds,
+    Listens,
     MachineConfig,
+    Mbit,
     NamedRun,
     NewRun,
     Output,
@@ -124,11 +126,47 @@ class ClusterConfig(NewRun, VolunteerConfig, NamedRun):
     """Directory of this node's peer; by default in `shared`. If it has a peer, that goes on."""
 
 
-class MonitorConfig(CommandConfig, NamedRun, OwnData, LmTasks, Output, Cache, Consent):
-    """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
+class LinkedRun(NamedRun):
+    """A run by its link, or by name and addresses."""
 
     link: Annotated[str | None, WORD] = None
     """The run's link, in place of --run-id and --initial-peers."""
+    initial_peers: list[str] = []
+    """Multiaddrs of peers in the swarm; nodes of `hivemind-dht` will do, too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_link(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("link"):
+            required = [name for name in ("run_id", "initial_peers") if cls.model_fields[name].is_required()]
+            if isinstance(values, dict) and not values.keys() >= {*required}:
+                flags = " and ".join(f"--{name.replace('_', '-')}" for name in required)
+                raise ValueError(f"name the run by its link, or by {flags}")
+            return values
+        if named := sorted({"run_id", "initial_peers"} & values.keys()):
+            flag = f"--{named[0].replace('_', '-')}"
+            raise ValueError(f"the link names the run and its peers; drop {flag}, or the link (SPES_LINK)")
+        link = JoinLink.parse(values["link"])
+        return {**values, "link": None, "run_id": link.founded, "initial_peers": list(link.addresses)}
+
+
+class RendezvousConfig(CommandConfig, LinkedRun, Listens):
+    """Keep a run together whose peers all sit behind routers, on a small server that is always on: peers meet there,
+    and it introduces them, passes on what they sign, and stores the newest versions. It neither trains nor votes."""
+
+    output: Path = Path("runs/rendezvous")
+    """Directory of its identity and of what it stores. The same command goes on with it."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 4001
+    """Port to listen on, TCP and UDP."""
+    disk_gb: PositiveFloat = 10.0
+    """Most disk for versions, in 10^9 bytes; it keeps as many of the model's parts as fit."""
+    uplink_mbit: Mbit | None = None
+    """Upload limit in 10^6 bits per second."""
+
+
+class MonitorConfig(CommandConfig, LinkedRun, OwnData, LmTasks, Output, Cache, Consent):
+    """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
+
     initial_peers: Annotated[list[str], Field(min_length=1)]
     """Multiaddrs of peers in the swarm."""
     output: Path = Path("runs/monitor")
@@ -162,19 +200,6 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData, LmTasks, Output, Cache, Co
     on this machine alone. `0.0.0.0:8080` shows the page to all that can reach this machine."""
     threads: PositiveInt | None = None
     """CPU threads for evaluating; by default PyTorch's choice."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_link(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not values.get("link"):
-            if isinstance(values, dict) and not {"run_id", "initial_peers"} <= values.keys():
-                raise ValueError("name the run by its link, or by --run-id and --initial-peers")
-            return values
-        if named := sorted({"run_id", "initial_peers"} & values.keys()):
-            flag = f"--{named[0].replace('_', '-')}"
-            raise ValueError(f"the link names the run and its peers; drop {flag}, or the link (SPES_LINK)")
-        link = JoinLink.parse(values["link"])
-        return {**values, "link": None, "run_id": link.founded, "initial_peers": list(link.addresses)}
 
 
 class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache):

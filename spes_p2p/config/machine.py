@@ -291,6 +291,18 @@ class Cache(Frozen):
     """Tokenizers and tokenised text."""
 
 
+class Listens(Frozen):
+    """Where a machine takes calls."""
+
+    host: Annotated[str, Field(min_length=1)] | None = None
+    """Address to listen on; `*` for all interfaces. By default all of them, IPv4 and IPv6, or 127.0.0.1 if all initial
+    peers are on this machine."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on, TCP and UDP; by default a resumed peer's last one, or one that the system chooses."""
+    announce: list[str] = []
+    """Multiaddrs by which others reach this peer. /ip4/203.0.113.7/tcp/4001 is one; by default from host and port."""
+
+
 class Consent(Frozen):
     """Whether a command asks before it reads what another's run names."""
 
@@ -302,7 +314,7 @@ SEED_SECONDS = 30.0
 """Default of `seed_seconds` for a peer that has trained the last round."""
 
 
-class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache, Consent):
+class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache, Consent, Listens):
     """What a peer's machine brings into a run, and how it takes part."""
 
     short_names: ClassVar[Mapping[str, str]] = {"start_from": "from"}
@@ -331,13 +343,6 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output,
     on this machine alone."""
     data_seed: int | None = None
     """Seed of this peer's data order; by default from its identity."""
-    host: Annotated[str, Field(min_length=1)] | None = None
-    """Address to listen on; `*` for all interfaces. By default all of them, IPv4 and IPv6, or 127.0.0.1 if all initial
-    peers are on this machine."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on, TCP and UDP; by default a resumed peer's last one, or one that the system chooses."""
-    announce: list[str] = []
-    """Multiaddrs by which others reach this peer. /ip4/203.0.113.7/tcp/4001 is one; by default from host and port."""
     map_port: bool = False
     """Have the router forward the port. By UPnP, while the peer runs; the router's address is announced."""
     client_mode: bool = False
@@ -379,13 +384,19 @@ class NewRun(Frozen):
 
 
 class PeerConfig(NewRun, VolunteerConfig, NamedRun):
-    """Join a run with --initial-peers, or found one without, and train it."""
+    """Join a run with --initial-peers, or found one, and train it."""
 
     initial_peers: list[str] = []
-    """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
+    """Multiaddrs of peers in the swarm; nodes of `hivemind-dht` will do, too. One that answers is enough. Without any,
+    or with a --config that sets a run, a new run is founded."""
     adapter: Path | None = None
     """For a founder with --from: train adapters over the checkpoint, which stays frozen. `lora` begins a new one, with
     the settings in `run.adapter`; the folder of an adapter that peft or `spes export` has saved goes on from it."""
+
+    @property
+    def founds(self) -> bool:
+        """Whether this start founds a run."""
+        return not self.resume and (not self.initial_peers or (self.config is not None and self.run is not None))
 
     @property
     def shards(self) -> list[Path]:

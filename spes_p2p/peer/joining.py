@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, PeerConfig, RunConfig
+from spes_p2p.config import JoinLink, KeptRounds, PeerConfig, RunConfig
 from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
@@ -52,6 +52,8 @@ from spes_p2p.swarm.manifest import (
     fetch_manifest,
     guest_list,
     kept_revisions,
+    link_addresses,
+    link_of,
     publish_manifest,
     read_manifest,
 )
@@ -63,7 +65,7 @@ from spes_p2p.swarm.p2p.node import COPIED, ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port, mapped_port
 from spes_p2p.swarm.promises import PromiseFile
-from spes_p2p.swarm.records import MAX_CLAIMED, Claim, Progress
+from spes_p2p.swarm.records import MAX_CLAIMED, Claim, ManifestRecord, Progress
 from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.ranks import Ranks
@@ -121,18 +123,18 @@ class Joined(NamedTuple):
 @contextlib.contextmanager
 def joined(config: PeerConfig, kept: Kept) -> Iterator[Joined]:
     """Be in the swarm, with its manifest; leave it in the end, whatever happens."""
-    if config.initial_peers and config.run is not None:
-        raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
-    if config.initial_peers and config.adapter is not None:
-        raise ConfigError("whether a run trains adapters is in its manifest; drop --adapter, or --initial-peers")
+    if (config.run is not None or config.adapter is not None) and not (config.founds or config.resume):
+        raise ConfigError(
+            "settings of the run come from its manifest; drop --run.* and --adapter, or found a run with --config"
+        )
     if config.client_mode and not (config.initial_peers or config.resume):
         raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
     if config.map_port and (not config.port or config.announce or config.client_mode):
         raise ConfigError("--map-port forwards the port of --port; set --port, and drop --announce, --client-mode")
     run = config.run or (kept.runs[-1] if kept.runs else RunConfig())
-    if not (config.initial_peers or config.start_from):
+    if (config.run is not None or not config.initial_peers) and not config.start_from:
         check_choices(config, run)
-    founded = None if config.initial_peers or config.resume else founder_settings(config, run)
+    founded = founder_settings(config, run) if config.founds else None
     with _with_port(config) as config, contextlib.closing(_swarm(config)) as swarm:
         if swarm.node.meets_others:
             swarm.links.learn_kind()
@@ -262,7 +264,7 @@ def kept(config: PeerConfig) -> Kept:
             f"set --run-id to its run, or name another --output"
         ) from error
     check_founder(manifest, config.founder)
-    if config.run is not None and not config.initial_peers:
+    if config.run is not None:
         check_kept_settings(config.run, runs, config.output)
     return Kept(manifest, found, runs)
 
@@ -275,6 +277,11 @@ def _manifest(
 ) -> Manifest:
     """Return the run's manifest: the founder's own, the swarm's, or the one kept from before a restart."""
     if founded is not None:
+        if config.initial_peers and swarm.read(ManifestRecord):  # guard: never
+            raise ConfigError(
+                f"run {config.run_name!r} is there already; drop --config, --run.* and --adapter to join it, or choose "
+                f"another --run-id"
+            )
         run, tokenizer = founded
         document = tokenizer_bytes(tokenizer)
         manifest = Manifest(
@@ -288,11 +295,10 @@ def _manifest(
         )
         check_founder(manifest, config.founder)
         return publish_manifest(swarm, manifest, document)
-    if not config.initial_peers:
-        assert kept is not None
-        return kept
     if kept is not None:
-        check_kept(swarm, kept, config.output)
+        comes_first = kept.founder == swarm.peer_id and swarm.read(ManifestRecord).keys() <= {swarm.peer_id}
+        if config.initial_peers and not comes_first:
+            check_kept(swarm, kept, config.output)
         return kept
     manifest, document = fetch_manifest(swarm, config.founder)
     ask_to_read(manifest, len(document), yes=config.yes, paths=config.shards)
@@ -394,11 +400,6 @@ def _say_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -
     log.info("or, in full: spes peer --run-id %s --initial-peers %s%s", link.founded, addresses, needs)
 
 
-def link_addresses(swarm: HivemindSwarm) -> list[str]:
-    """Return the addresses by which others join."""
-    return [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
-
-
 def own_invite(text: str) -> str:
     """Return the invite that a text is, or that the file has which it names: alone, or in a link.
 
@@ -419,12 +420,7 @@ def own_invite(text: str) -> str:
 
 def write_link(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:
     """Write the run's link, which names a recent certificate, and the founder's for friends; return the first."""
-    link = JoinLink(
-        run_id=manifest.run_id,
-        founder=manifest.founder,
-        addresses=tuple(link_addresses(swarm)),
-        recent=swarm.consensus.recent(),
-    )
+    link = link_of(swarm, manifest)
     with write_atomic(config.output / LINK_FILE) as stream:
         stream.write(f"{link.encode()}\n".encode())
     if swarm.peer_id == manifest.founder:

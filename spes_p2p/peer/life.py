@@ -54,7 +54,7 @@ def _going_on(folder: Path) -> str:
 
 def main(config: PeerConfig) -> int:
     """Run a peer to the end of its run; return the exit code."""
-    check_ranks(os.environ, founds=not (config.initial_peers or config.resume))
+    check_ranks(os.environ, founds=config.founds)
     try:
         return run(config)
     except restart.DaemonDied as died:
@@ -225,7 +225,7 @@ def _initial(
     source = own_copy(config.start_from) if run.adapter is None else config.adapter_folder
     if source is not None:
         bundles = StartBundles(run, vocab_size, source)
-        if config.initial_peers:
+        if not config.founds:
             bundles.check()  # now, before it waits for others; the founder has just read them
         return lambda: bundles
     if start_digests(run):

@@ -69,6 +69,7 @@ class Consensus:
         guests: Checks invites; None where none is asked for.
         is_new: Whether this identity can have made no promise in this run yet.
         finds: Whether `find` is to come, and a peer without a chain follows none before.
+        through: Peers to pass messages on if no member can be called.
 
     Raises:
         ConfigError: its files are damaged, or cannot be written.
@@ -87,6 +88,7 @@ class Consensus:
         guests: GuestList | None = None,
         is_new: bool,
         finds: bool = False,
+        through: Collection[str] = (),
     ) -> None:
         for kind in (Agreement, Following):
             say_few(logging.getLogger(kind.__module__))
@@ -107,7 +109,7 @@ class Consensus:
         kept = promises.load()
 
         async def begin() -> None:
-            self._wire = PeerWire(network, keys, self.last, peers, is_gone, self._receive)
+            self._wire = PeerWire(network, keys, self.last, peers, is_gone, self._receive, through)
             self._agreement = Agreement(
                 keys,
                 self._wire,

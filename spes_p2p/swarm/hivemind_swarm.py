@@ -164,6 +164,7 @@ class HivemindSwarm:
         self.exchange.formats = vectors.formats
         self._averaging = Averaging(self._network, self._encoding, rounds, self._uplink_mbit)
         self._network.run(self._averaging.serve(), SETTLE_SECONDS)
+        initial = self._initial_peers()
         self._consensus = Consensus(
             self._network,
             self.keys,
@@ -175,6 +176,7 @@ class HivemindSwarm:
             guests=guests,
             is_new=is_new or (isinstance(self._network, Node) and self._network.identity.is_new),
             finds=bool(recent),
+            through=initial,
         )
         if self._machine is not None:
             streams = streams_per_peer(max_slots, min(vectors.num_slots, MAX_REPLICATED))
@@ -187,7 +189,8 @@ class HivemindSwarm:
         )
         if recent:
             self._follow()
-            self.consensus.find(recent, () if self._machine is None else self.node.initial_peers())
+            known = self._membership.last_read(Contact)  # a plain node of hivemind's has no chain
+            self.consensus.find(recent, [peer for peer in initial if peer in known] or initial)
 
     def revoke(self, invites: Collection[str]) -> None:
         """Let the invites whose ids begin with these letters hold no more."""
@@ -213,7 +216,11 @@ class HivemindSwarm:
         last, claims = self.consensus.last(), self._membership.last_read(Claim)
         known = known_peers(last) | last.seats.keys()
         new = [peer for peer in claims if peer not in known]
-        return [*sorted(known & claims.keys()), *strangers(last, new)[:MAX_NEW]]
+        met = self._membership.last_read(Contact).keys() & self._initial_peers()  # perhaps a rendezvous
+        return [*sorted((known & claims.keys()) | met), *strangers(last, new)[:MAX_NEW]]
+
+    def _initial_peers(self) -> list[str]:
+        return [] if self._machine is None else self._machine.node.initial_peers()
 
     def _is_gone(self, peer: str) -> bool:
         """Check whether a peer's lease has run out, or its claim says that it leaves."""

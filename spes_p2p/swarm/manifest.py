@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import FOUNDED, RunConfig, RunId
+from spes_p2p.config import FOUNDED, MAX_ADDRESSES, JoinLink, RunConfig, RunId
 from spes_p2p.config.changes import changes, check_changes
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
@@ -312,6 +312,21 @@ def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
                 f"spes_p2p as this one ({__version__}, protocol {PROTOCOL}; docs/trouble.md#unknown-run)"
             )
         swarm.wait(1.0)
+
+
+def link_addresses(swarm: HivemindSwarm) -> list[str]:
+    """Return the addresses by which others join."""
+    return [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
+
+
+def link_of(swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:
+    """Return the run's link, which names a recent certificate."""
+    return JoinLink(
+        run_id=manifest.run_id,
+        founder=manifest.founder,
+        addresses=tuple(link_addresses(swarm)),
+        recent=swarm.consensus.recent(),
+    )
 
 
 # ---------------------------------------------------------------------- revisions

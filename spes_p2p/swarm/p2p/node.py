@@ -206,12 +206,22 @@ def quic_of(addresses: Sequence[str]) -> list[str]:
 
 
 def start_dht(
-    p2p: DaemonP2P, validator: RecordValidator, initial_peers: Sequence[str], *, client_mode: bool
+    p2p: DaemonP2P,
+    validator: RecordValidator,
+    initial_peers: Sequence[str],
+    *,
+    named: Collection[str] = (),
+    client_mode: bool,
 ) -> SwarmDHT:
-    """Start a DHT node in a process of its own; raise JoinError if it cannot join."""
+    """Start a DHT node in a process of its own, to which peers named by the user need not be this program's.
+
+    Raises:
+        JoinError: it cannot join.
+    """
     dht = SwarmDHT(
         p2p,
         validator,
+        named,
         initial_peers=initial_peers or None,
         client_mode=client_mode,
         cache_locally=False,
@@ -398,7 +408,8 @@ class Node:
             self._stop_daemons()
             self._listen = listen
             self.p2p = self.run(start_p2pd(self.identity, addresses, listen, is_again=True), 2 * STARTUP_SECONDS)
-        self.dht = start_dht(self.p2p, self._validator, addresses, client_mode=self.client_mode)
+        named = self._initial_peers.keys()
+        self.dht = start_dht(self.p2p, self._validator, addresses, named=named, client_mode=self.client_mode)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), self._loop)
