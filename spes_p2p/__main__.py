@@ -16,7 +16,7 @@ start here:
   spes found                        found a run: five questions, and a plan with its days
   spes plan home_1b                 what a run would need of this machine, and how many days it takes
 
-commands:
+more commands:
 """
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 SPINS = "1000"
@@ -89,7 +89,8 @@ def main() -> NoReturn:
         _leave_outside(error)
 
     if name in ("--help", "-h"):
-        say(USAGE + "\n".join(f"  {name:<10} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))
+        others = {name: purpose for name, (_, _, purpose) in COMMANDS.items() if f"spes {name} " not in USAGE}
+        say(USAGE + "\n".join(f"  {name:<10} {purpose}" for name, purpose in others.items()))
         sys.exit(0)
     if name == "--version":
         from spes_p2p import __version__

@@ -90,7 +90,7 @@ def _say_start(config: VolunteerConfig) -> None:
     match config:
         case of.JoinConfig():
             what = f"joining run {JoinLink.parse(config.link).run_id}"
-        case PeerConfig(initial_peers=[], resume=False):
+        case PeerConfig(founds=True):
             what = f"founding run {config.run_name} (to join a run: spes join LINK)"
         case _:
             what = "starting the peer"

@@ -422,6 +422,7 @@ class AmendConfig(CommandConfig, FoundersFolder):
     Only rounds, learning rate, its schedule, the weights of a mixture of data, and revoked invites can change.
     """
 
+    is_amending: ClassVar[bool] = True
     ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
 

@@ -83,6 +83,8 @@ class CommandConfig(Frozen):
     )
     short_names: ClassVar[Mapping[str, str]] = {}
     """Short names of flags."""
+    is_amending: ClassVar[bool] = False
+    """Whether the settings are for a run that is under way."""
     ignored: ClassVar[Collection[str]] = ()
     """Keys that the file of `--config` may have as well."""
 
@@ -112,7 +114,7 @@ class CommandConfig(Frozen):
             return settings
         train = settings.get("run", {}).get("train", {})
         if "warmup_rounds" in train and "run.train.warmup_rounds" not in given:
-            if cls.ignored or given.get("resume") in (True, "true", "1"):
+            if cls.is_amending or given.get("resume") in (True, "true", "1"):
                 del train["warmup_rounds"]  # an amended or resumed run has its own
             else:
                 _shorten_warmup(settings["run"], given, path.name)

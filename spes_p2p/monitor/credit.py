@@ -16,7 +16,6 @@ from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.chain import Link
-from spes_p2p.swarm.consensus import CERTIFICATES, FOLDER
 from spes_p2p.swarm.records import Count, PeerId, Strict
 
 log = logging.getLogger(__name__)
@@ -103,6 +102,11 @@ def kept(folder: Path) -> Credit:
 
 def seen(folder: Path) -> Credit:
     """Return the credit that a peer or a monitor has kept, with that of the certificates in its output."""
+    from spes_p2p.swarm.consensus import (  # which loads hivemind; a page's address is checked before
+        CERTIFICATES,
+        FOLDER,
+    )
+
     path = folder / FOLDER / CERTIFICATES
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     try:

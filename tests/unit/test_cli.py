@@ -324,7 +324,7 @@ def test_without_a_command_it_says_what_to_type_first():
     ended = spes()
     assert ended.returncode == 0 and len(ended.stdout.splitlines()) <= SCREENS / 2
     assert "spes local" in ended.stdout and "spes join LINK" in ended.stdout
-    assert all(f"\n  {name} " in ended.stdout for name in COMMANDS)
+    assert all(f"\n  {name} " in ended.stdout or f"spes {name} " in ended.stdout for name in COMMANDS)
 
 
 def test_a_mistyped_command_is_told_the_right_one():

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.multiprocessing
-from hivemind.dht import DHT
+from hivemind import DHT
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.p2p.p2p_daemon_bindings.control import CallID, ControlClient
