@@ -171,7 +171,7 @@ def _default_rows() -> Iterator[Row]:
     adamw = torch.optim.AdamW(stock.parameters(), fused=True)
     turns: dict[str, Callable[[], object]] = {"": lambda: stock_step(stock, adamw, tokens.next_batch(4), run)}
     for compiled, claimed in itertools.product(("off", "auto"), DEFAULT_GOALS):
-        trainer = _trainer(run, MachineConfig(compile=compiled), size[0], claimed, "cpu")
+        trainer = _trainer(run, MachineConfig.model_validate({"compile": compiled}), size[0], claimed, "cpu")
         turns[f"default model, {claimed} of 16 slots, --compile {compiled}: step / stock"] = partial(trainer.step, 1e-3)
     seconds = [{name: timed(turn, "cpu") for name, turn in turns.items()} for _ in range(WARM_UP + PAIRS)][WARM_UP:]
     for name in list(turns)[1:]:

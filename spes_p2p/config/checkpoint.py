@@ -147,7 +147,7 @@ class StartConfig(Frozen):
     generation: Generation = {}
     """What generation_config.json says."""
     tokenizer: TokenizerSettings = TokenizerSettings()
-    config: dict[GenerationName, JsonValue] = {}
+    config: Annotated[dict[GenerationName, JsonValue], Field(max_length=256)] = {}
     """All of config.json, of the families that the manifest carries so."""
     tensors: Annotated[list[TensorCount], Field(max_length=64)] = []
     """The tensors of such a model."""

@@ -98,7 +98,11 @@ def test_an_interrupt_ends_the_answer_alone(checkpoint, monkeypatch):
 
     monkeypatch.setattr(chat, "say", interrupted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("peer\nround\n"))
-    assert chat.main(ChatConfig(source=str(checkpoint), temperature=0, max_tokens=40)) == 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # another test's may end the process
+    try:
+        assert chat.main(ChatConfig(source=str(checkpoint), temperature=0, max_tokens=40)) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     first, second = (number for number, end in enumerate(said) if end)
     assert first == 2 and second > 35, "pieces of text, up to the end of an answer"
 

@@ -24,12 +24,15 @@ SPEED = 1.0 * STEP_TOKENS
 @pytest.mark.parametrize(
     ("peers", "mbit", "round"),
     [
-        (3, None, {"mode": "steps", "steps": 40}),
-        (4, 1.0, {"mode": "steps", "steps": 40}),
-        (4, 1.0, {"mode": "tokens", "tokens": 4 * 40 * STEP_TOKENS}),
-        (3, 1.0, {"mode": "tokens", "tokens": 1, "min_seconds": 60.0, "growing": 3}),
+        pytest.param(3, None, {"mode": "steps", "steps": 40}, id="no link", marks=pytest.mark.full),
+        pytest.param(4, 1.0, {"mode": "steps", "steps": 40}, id="steps"),
+        pytest.param(4, 1.0, {"mode": "tokens", "tokens": 4 * 40 * STEP_TOKENS}, id="tokens", marks=pytest.mark.full),
+        pytest.param(
+            *(3, 1.0, {"mode": "tokens", "tokens": 1, "min_seconds": 60.0, "growing": 3}),
+            id="growing",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["no link", "steps", "tokens", "growing"],
 )
 def test_a_simulated_run_takes_the_time_and_gives_the_tokens_of_its_plan(tmp_path: Path, peers, mbit, round):
     write_corpus(tmp_path / "corpus.jsonl")
