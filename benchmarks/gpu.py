@@ -10,6 +10,7 @@ without a card, whose figures mean nothing. `pytest -m gpu` compares a GPU's res
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,8 @@ MAX_PLAN_ERROR, MAX_MODULE = 0.10, 0.72
 STEPS, PAIRS, WARM_UP = 5, 15, 2
 RUNS = {"home_1b": 4, "home_7b": 1}
 """Shipped runs whose steps are measured, with the slots that a peer trains."""
+DEFAULT_GOALS = {16: 0.95, 8: 0.85}
+"""Slots that a peer trains of the default model, and the most that a step may take of stock's on a CPU."""
 TINY = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 64}
 OLMOE = ModelConfig(hidden_size=2048, num_heads=16, num_kv_heads=16, intermediate_size=1024, num_experts=64, top_k=8)
 SMALL = ModelConfig(hidden_size=512, num_heads=8, num_kv_heads=8, intermediate_size=512, num_experts=16)
@@ -157,7 +160,23 @@ def step_rows(device: Device) -> Iterator[Row]:
         yield Row(f"{what}: tokens/s", f"{run.train.batch_size * length / seconds:,.0f}")
         is_met = abs(peak / plan - 1) <= MAX_PLAN_ERROR if peak else None
         yield Row("- peak of the card", f"{peak / 1e9:.2f} GB, planned {plan / 1e9:.2f}", "within 10 %", is_met)
-    yield from _stock_rows(device)
+    yield from _stock_rows(device) if device == "cuda" else _default_rows()
+
+
+def _default_rows() -> Iterator[Row]:
+    """Yield the time of the default model's steps over stock Hugging Face's, batch 4 x 256, AdamW."""
+    run = RunConfig.model_validate({"data": {"vocab_size": 4096, "sequence_length": 256}, "train": {"batch_size": 4}})
+    size = run.data.vocab_size, run.data.sequence_length
+    stock, tokens = default_stock_model(run, size[0]), RandomTokens(*size, "cpu")
+    adamw = torch.optim.AdamW(stock.parameters(), fused=True)
+    turns: dict[str, Callable[[], object]] = {"": lambda: stock_step(stock, adamw, tokens.next_batch(4), run)}
+    for compiled, claimed in itertools.product(("off", "auto"), DEFAULT_GOALS):
+        trainer = _trainer(run, MachineConfig.model_validate({"compile": compiled}), size[0], claimed, "cpu")
+        turns[f"default model, {claimed} of 16 slots, --compile {compiled}: step / stock"] = partial(trainer.step, 1e-3)
+    seconds = [{name: timed(turn, "cpu") for name, turn in turns.items()} for _ in range(WARM_UP + PAIRS)][WARM_UP:]
+    for name in list(turns)[1:]:
+        ratio, goal = median(each[name] / each[""] for each in seconds), DEFAULT_GOALS[int(name.split()[2])]
+        yield Row(name, f"{ratio:.3f}", f"<= {goal}", ratio <= goal)
 
 
 def _shipped(name: str, device: Device) -> tuple[RunConfig, MachineConfig, int]:

@@ -13,9 +13,10 @@ USAGE = """usage: spes COMMAND [flags]; `spes COMMAND --help` explains its flags
 start here:
   spes local                        four peers train a small model on this machine, in 10 to 15 minutes
   spes join LINK                    join a run; every peer of it prints the link
-  spes plan --config spes_1b        what a run would need of this machine
+  spes found                        found a run: five questions, and a plan with its days
+  spes plan home_1b                 what a run would need of this machine, and how many days it takes
 
-commands:
+more commands:
 """
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 SPINS = "1000"
@@ -23,17 +24,21 @@ SPINS = "1000"
 programs use a core, too, a step then takes half of the time or less; on quiet cores it takes as long as before."""
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "peer": ("PeerConfig", "spes_p2p.peer.life", "found or join a run, and train it"),
+    "found": ("FoundConfig", "spes_p2p.commands.found", "found a run by five questions"),
     "join": ("JoinConfig", "spes_p2p.commands.join", "join the run that a link names, and train it"),
     "ctl": ("CtlConfig", "spes_p2p.commands.ctl", "pause, resume, limit or end a running peer"),
     "cluster": ("ClusterConfig", "spes_p2p.commands.cluster", "one peer per node of a cluster's job"),
     "monitor": ("MonitorConfig", "spes_p2p.commands.monitor", "follow a run; leave model and report behind"),
+    "rendezvous": ("RendezvousConfig", "spes_p2p.commands.rendezvous", "keep a run together behind home routers"),
     "local": ("ExperimentConfig", "spes_p2p.commands.local", "a whole swarm on this machine"),
-    "plan": ("PlanConfig", "spes_p2p.commands.plan", "memory, traffic and time that a run needs of a machine"),
+    "plan": ("PlanConfig", "spes_p2p.commands.plan", "what a run needs of a machine, and its days"),
     "tokenize": ("TokenizeConfig", "spes_p2p.commands.tokenize", "turn text into shards of token ids"),
     "invite": ("InviteConfig", "spes_p2p.commands.invite", "invite friends to vote, or volunteers to a closed run"),
+    "chat": ("ChatConfig", "spes_p2p.commands.chat", "talk to a model: of a folder, of a peer, or of a running swarm"),
     "evaluate": ("EvaluateConfig", "spes_p2p.commands.evaluate", "measure a checkpoint"),
     "amend": ("AmendConfig", "spes_p2p.commands.amend", "prolong or anneal a run that is under way"),
     "export": ("ExportConfig", "spes_p2p.commands.export", "write a round's model as a Hugging Face checkpoint"),
+    "credit": ("CreditConfig", "spes_p2p.commands.credit", "list peers by the tokens of theirs that counted"),
     "upcycle": ("UpcycleConfig", "spes_p2p.commands.upcycle", "make a mixture of experts from a dense model"),
     "simulate": ("SimulateConfig", "spes_p2p.commands.simulate", "compare ways to train in a simulation"),
     "health": ("HealthConfig", "spes_p2p.commands.health", "tell whether a peer makes progress"),
@@ -84,7 +89,8 @@ def main() -> NoReturn:
         _leave_outside(error)
 
     if name in ("--help", "-h"):
-        say(USAGE + "\n".join(f"  {name:<9} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))
+        others = {name: purpose for name, (_, _, purpose) in COMMANDS.items() if f"spes {name} " not in USAGE}
+        say(USAGE + "\n".join(f"  {name:<10} {purpose}" for name, purpose in others.items()))
         sys.exit(0)
     if name == "--version":
         from spes_p2p import __version__

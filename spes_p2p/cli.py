@@ -30,7 +30,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from spes_p2p.config import NO_FLAG, WORD, CommandConfig
-from spes_p2p.errors import ConfigError, SpesError, in_flags
+from spes_p2p.errors import ConfigError, SpesError, in_flags, one_line
 from spes_p2p.presentation import printable, say, takes_escapes
 
 Settings = TypeVar("Settings", bound=CommandConfig)
@@ -316,7 +316,7 @@ def help_text(cls: type[CommandConfig], word: str = "--help", width: int | None 
     lines += [line for flag in own for line in _lines(flag, width, in_full=in_full)]
     for name in groups:
         clause = CLAUSE.split(cls.model_fields[name].description or "")[0].rstrip(".")
-        lines += _row(f"--{name}.*", f"{clause}; listed by --help-{name}", width)
+        lines += _row(f"--{name}.*", f"{clause}; see --help-{name}", width)
     return "\n".join([*lines, *_row("--help, --help-all", "Show this, or the same with the flags in full", width)])
 
 
@@ -453,7 +453,7 @@ def entry_point(
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        if (reason := full_disk(error) or _denied(error)) is None:
+        if (reason := full_disk(error) or _denied(error) or _out_of_memory(error)) is None:
             raise
         print(f"error: {reason}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
@@ -483,7 +483,8 @@ def full_disk(error: BaseException | None) -> str | None:
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if is_full or "No space left on device" in str(error):  # safetensors has errors of its own
             where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
-            return f"no space left on the disk{where}; make room there, and start again with --resume"
+            remedy = "make room there, and start again with --resume (docs/trouble.md#disk)"
+            return f"no space left on the disk{where}; {remedy}"
         error = error.__cause__ or error.__context__
     return None
 
@@ -492,6 +493,13 @@ def _denied(error: Exception) -> str | None:
     """Return what to do about a path that this user may not use, in one line; None if that is not the error."""
     if isinstance(error, PermissionError) and error.filename:
         return f"no permission for {printable(error.filename)}; name another path, or change its owner or mode"
+    return None
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """Return what to do about an allocation that failed, in one line; None if that is not the error."""
+    if isinstance(error, MemoryError) or re.search("CUDA out of memory|DefaultCPUAllocator: can't", str(error)):
+        return f"out of memory: {one_line(error)}; take less, as docs/trouble.md#memory says"
     return None
 
 

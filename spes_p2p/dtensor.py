@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def _is_sharded(tensor: Any) -> bool:
+    """Check whether a tensor is sharded, without the import: it takes 40 MB, and whoever shards has made it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def full_tensor(tensor: Any) -> Tensor:
     """Return the unsharded tensor. For a sharded one this is a collective: all ranks must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
-def distribute_like(tensor: Tensor, other: Tensor) -> Tensor:
+def distribute_like(tensor: Tensor, other: Any) -> Tensor:
     """Move an unsharded tensor to the device of `other`, and shard it if `other` is sharded.
 
     Args:
@@ -22,6 +30,8 @@ def distribute_like(tensor: Tensor, other: Tensor) -> Tensor:
         The tensor on the device of `other`: whole, or this rank's shard of it.
     """
     on_device = tensor.to(other.device)
-    if not isinstance(other, DTensor):
+    if not _is_sharded(other):
         return on_device
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(on_device, other.device_mesh, other.placements, src_data_rank=None)

@@ -70,13 +70,18 @@ def takes_escapes() -> bool:
     return os.environ.get("TERM") not in ("dumb", "unknown") and not os.environ.get("NO_COLOR")  # https://no-color.org
 
 
-def say(text: str) -> None:
-    """Print a line of a command's result; standard output holds results, not logs.
+def printable_text(text: str) -> str:
+    """Return text of several lines, each of which only shows."""
+    return "\n".join(printable(line.replace("\t", "    ")) for line in text.split("\n"))
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print a line of a command's result, or what `end` ends; standard output holds results, not logs.
 
     Once its reader has left, as `head` does, the output goes nowhere, and the command goes on.
     """
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text + end)
         sys.stdout.flush()
     except BrokenPipeError:
         with open(os.devnull, "w") as nowhere:

@@ -105,7 +105,7 @@ def has_digest(path: Path, digest: str) -> bool:
 
 
 Shape = tuple[int, ...]
-Name = TypeVar("Name", bound=str)
+Name = TypeVar("Name", bound=str | int)
 
 
 class LazyVectors(Mapping[Name, Tensor]):

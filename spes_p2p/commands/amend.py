@@ -89,10 +89,7 @@ def founder_of(folder: Path, identity: Path | None, manifest: Manifest) -> Ident
     Raises:
         ConfigError: there is none, or it is another peer's.
     """
-    path = identity or folder / "identity.key"
-    if not path.is_file():
-        raise ConfigError(f"there is no identity {path}; name the founder's with --identity")
-    found = Identity(path)
+    found = Identity(path := identity or folder / "identity.key")
     if found.peer_id != manifest.founder:
         raise ConfigError(
             f"{path} is {found.peer_id}'s, and only the founder {manifest.founder} of run {manifest.run_id!r} can do "

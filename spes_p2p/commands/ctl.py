@@ -17,7 +17,6 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import printable, say
 
 ANSWER_SECONDS = 20.0
-MAX_ANSWER_BYTES = 2**24
 RUNS = "runs"
 """Where peers' output folders lie by default."""
 # The names of the page's files and header, which this does not import: aiohttp takes half a second.
@@ -88,7 +87,7 @@ def _only_peer(runs: Path) -> Path:
     if len(found) > 1:
         found = [folder for folder in found if _answers(folder)]
     if not found:
-        raise ConfigError(f"no peer with a page in {runs}/; name its --output, and start it without --page off")
+        raise _no_page(f"{runs}/")
     if len(found) > 1:
         raise ConfigError(f"several peers in {runs}/: name one, as in --output {found[0]}")
     return found[0]
@@ -115,9 +114,7 @@ def _page(output: Path) -> tuple[str, int, str]:
         parts = urlsplit(address)
         port = parts.port
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no peer with a page in {output}; name its --output, and start it without --page off"
-        ) from error
+        raise _no_page(output) from error
     if port is None:
         raise ConfigError(f"{output / PAGE_FILE} holds no address; start the peer again")
     try:
@@ -125,6 +122,13 @@ def _page(output: Path) -> tuple[str, int, str]:
     except ValueError:  # this machine's name: the page listens on all addresses
         host = "127.0.0.1"
     return host, port, address
+
+
+def _no_page(where: object) -> ConfigError:
+    return ConfigError(
+        f"no peer with a page in {where}; one that has just started has it within a minute; else name its --output, "
+        f"and start it without --page off"
+    )
 
 
 def _token(output: Path) -> str:
@@ -150,7 +154,7 @@ def _ask(place: tuple[str, int], verb: str, values: Mapping[str, Any], output: P
     try:
         wire.request("POST", f"/control/{verb}", body, headers)
         answer = wire.getresponse()
-        text = answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
+        text = answer.read(2**24).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
         raise ConfigError(f"the peer in {output} does not answer on port {place[1]}: {error}; start it") from error
     finally:

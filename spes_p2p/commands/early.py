@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from spes_p2p.cli import explain
-from spes_p2p.config import CommandConfig, DataConfig, OwnData, PeerConfig
+from spes_p2p.config import CommandConfig, DataConfig, OwnData, PeerConfig, VolunteerConfig
 from spes_p2p.config import commands as of
 from spes_p2p.config.launch import check_ranks
 from spes_p2p.config.link import JoinLink
@@ -19,6 +20,7 @@ from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import matches, unmatched
 from spes_p2p.peer.output_dir import check_output
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port
 
 RUN_FILE = "run.yaml"
 """Settings of an experiment, in its output."""
@@ -31,13 +33,14 @@ def refuse(config: CommandConfig) -> None:
     Raises:
         ConfigError, DataError: as the command's `main`.
     """
+    is_first = os.environ.get("RANK", "0") == "0"  # another rank may find what the first has begun
     for address in getattr(config, "initial_peers", ()):
         if not _ADDRESS.fullmatch(address):
             raise ConfigError(f"{address!r} is not a peer's multiaddr; it looks like /ip4/1.2.3.4/tcp/4000/p2p/Qm...")
     match config:
         case PeerConfig():
-            check_ranks(os.environ, founds=not (config.initial_peers or config.resume))
-            if os.environ.get("RANK", "0") == "0":  # another rank may find what the first has begun
+            check_ranks(os.environ, founds=config.founds)
+            if is_first:
                 check_output(config.output, resume=config.resume, overwrite=config.overwrite)
         case of.ExperimentConfig():
             if config.resume:
@@ -48,13 +51,21 @@ def refuse(config: CommandConfig) -> None:
                 check_dataset(config.dataset)
         case of.ExportConfig():
             check_export(config)
+        case of.ChatConfig(source=source):
+            check_source(source)
         case of.EvaluateConfig():
             check_text(config.text)
             check_checkpoint(config.checkpoint)
         case of.PlanConfig(start_from=Path() as folder) | of.UpcycleConfig(source=folder):
             check_checkpoint(folder, "give --from a folder written by save_pretrained")
+        case of.CreditConfig(source=source) if not source.startswith("spes:"):
+            _check_kept(Path(source).expanduser())
         case of.AmendConfig() | of.InviteConfig():
             _check_kept(config.folder)
+            if not (key := config.identity or config.folder / "identity.key").is_file():
+                raise ConfigError(f"there is no identity {key}; name the founder's with --identity")
+            if isinstance(config, of.AmendConfig) and config.run is None:
+                raise ConfigError("name what is to change, such as --run.round.total 200")
         case of.SimulateConfig():
             read_settings(config.study, "sweep")
         case of.TokenizeConfig():
@@ -64,6 +75,26 @@ def refuse(config: CommandConfig) -> None:
         # An address, a source's name before its path, and the prefix of Megatron's files are for the command to read.
         plain = (path for path in config.data if not set(":=") & set(str(path)))
         check_text([path for path in plain if not Path(f"{path.expanduser()}.idx").is_file()], "--data")
+    if ":" in (page := getattr(config, "page", "")) and is_first:
+        from spes_p2p.monitor.page.server import check_place  # half a second
+
+        check_place(page)
+    if isinstance(config, VolunteerConfig) and is_first:
+        if config.port and not config.client_mode:
+            check_port(LOOPBACK if config.host in (None, EVERY_INTERFACE) else config.host, config.port)
+        _say_start(config)
+
+
+def _say_start(config: VolunteerConfig) -> None:
+    """Say what begins; the libraries take up to half a minute to load."""
+    match config:
+        case of.JoinConfig():
+            what = f"joining run {JoinLink.parse(config.link).run_id}"
+        case PeerConfig(founds=True):
+            what = f"founding run {config.run_name} (to join a run: spes join LINK)"
+        case _:
+            what = "starting the peer"
+    sys.stderr.write(f"{what}; it takes up to half a minute to load\n")
 
 
 def check_text(paths: Sequence[Path], flag: str = "--text") -> None:
@@ -108,10 +139,23 @@ def check_export(config: of.ExportConfig) -> None:
         raise ConfigError(
             f"--from {config.start_from} is the base to merge adapters into; add --merged, or drop --from"
         )
-    if source is not None and "spes:" in source.lower():
+    if source is not None and is_link(source):
         JoinLink.parse(source)
     elif source is not None and not is_store(source):
         _check_kept(Path(source).expanduser())
+
+
+def check_source(source: str) -> None:
+    """Raise ConfigError or DataError for a place that has no model."""
+    if is_link(source):
+        JoinLink.parse(source)
+    elif not is_store(source) and not is_kept(folder := Path(source).expanduser()):
+        check_checkpoint(folder, "name the folder of a model or of a peer, or a run's link")
+
+
+def is_link(source: str) -> bool:
+    """Check whether a source is a link, which is longer than a file's name may be."""
+    return "spes:" in source.lower()
 
 
 def is_store(source: str) -> bool:
@@ -119,6 +163,11 @@ def is_store(source: str) -> bool:
     return source.startswith("s3://") or any(Path(source).expanduser().glob("round-*/SHA256SUMS"))
 
 
+def is_kept(folder: Path) -> bool:
+    """Check whether a folder is the output of a peer or a monitor."""
+    return (folder / "versions").is_dir() or (folder / "checkpoint").is_dir()
+
+
 def _check_kept(folder: Path) -> None:
-    if not (folder / "versions").is_dir() and not (folder / "checkpoint").is_dir():
+    if not is_kept(folder):
         raise DataError(f"{folder} is no folder of a peer or a monitor; name what their --output names")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import LongTensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from spes_p2p.commands.early import check_checkpoint
 from spes_p2p.config import DataConfig
@@ -97,6 +98,7 @@ def load_checkpoint(
         DataError: no checkpoint there, a damaged one, or one without a tokenizer.
     """
     check_checkpoint(directory)
+    disable_progress_bar()
     dtype = DTYPES[precision] if precision is not None else "auto"
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
@@ -132,11 +134,16 @@ def text_batches(
     return window_batches(windows, np.arange(len(windows))[:limit], batch_size)
 
 
-def text_metrics(model: nn.Module, batches: Sequence[LongTensor], subject: str) -> list[Metric]:
-    """Measure held-out loss in nats per token, and its exponential."""
-    num_rows, largest = model.get_input_embeddings().weight.shape[0], max(int(batch.max()) for batch in batches)  # type: ignore[operator]
+def check_ids(model: nn.Module, largest: int) -> None:
+    """Raise DataError if a tokenizer gives ids that a model does not embed."""
+    num_rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if largest >= num_rows:
         raise DataError(f"the tokenizer gives id {largest}, the model embeds {num_rows}; they do not belong together")
+
+
+def text_metrics(model: nn.Module, batches: Sequence[LongTensor], subject: str) -> list[Metric]:
+    """Measure held-out loss in nats per token, and its exponential."""
+    check_ids(model, max(int(batch.max()) for batch in batches))
     try:
         loss = held_out_loss(model, batches)
     except IndexError as error:
@@ -222,7 +229,7 @@ def _lm_eval() -> tuple[Any, tuple[type[Exception], ...]]:
         import lm_eval
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise ConfigError(f"--tasks needs lm-eval ({error}); {INSTALL}") from error
+        raise ConfigError(f"tasks and suites need lm-eval ({error}); {INSTALL}") from error
     return lm_eval, (OSError, ValueError, KeyError, AssertionError, RuntimeError, ImportError, DatasetsError)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from spes_p2p.commands.early import check_export, is_store
+from spes_p2p.commands.early import check_export, is_link, is_store
+from spes_p2p.config import RunConfig
 from spes_p2p.config.commands import ExportConfig
 from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError
@@ -34,7 +36,13 @@ ATTEMPTS = 3
 
 
 def main(config: ExportConfig) -> int:
-    """Export a round; return the exit code.
+    """Export a round, and say what was written; return the exit code."""
+    say(f"wrote {write(config)}")
+    return 0
+
+
+def write(config: ExportConfig) -> str:
+    """Export a round; return what was written, in words.
 
     Raises:
         ConfigError: flags contradict each other, or the output cannot be written.
@@ -42,7 +50,7 @@ def main(config: ExportConfig) -> int:
     """
     source, run_id, initial_peers = config.source, config.run_id, config.initial_peers
     check_export(config)
-    if source is not None and "spes:" in source.lower():  # a link is longer than the name of any file may be
+    if source is not None and is_link(source):
         link = JoinLink.parse(source)
         run_id, initial_peers = link.founded, list(link.addresses)
     elif source is not None and is_store(source):
@@ -67,11 +75,10 @@ def main(config: ExportConfig) -> int:
             raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
         output = config.output
         exported = _export_swarm(run_id, initial_peers, output, overwrite=config.overwrite, yes=config.yes)
-    say(f"wrote {output}: {exported}")
-    return 0
+    return f"{output}: {exported}"
 
 
-def _download(config: ExportConfig, place: str) -> int:
+def _download(config: ExportConfig, place: str) -> str:
     """Write a checkpoint that a monitor has uploaded."""
     if config.output is None:
         raise ConfigError(f"{place} has no folder here; name one with --output")
@@ -81,8 +88,7 @@ def _download(config: ExportConfig, place: str) -> int:
     check_free(output, overwrite=config.overwrite)
     found = Store(place).download(config.round, output, overwrite=config.overwrite)
     num_bytes = sum(path.stat().st_size for path in output.iterdir())
-    say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {num_bytes / 1e6:.1f} MB")
-    return 0
+    return f"{output}: round {found.round} of run {found.run_id!r}, {num_bytes / 1e6:.1f} MB"
 
 
 def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, overwrite: bool, yes: bool) -> Exported:
@@ -98,6 +104,29 @@ def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, ov
 
 
 def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool) -> None:
+    with visiting(run_id, initial_peers, folder, yes=yes) as (swarm, run, anchors):
+        sizes = anchors.bundle_numel()
+        show_download(swarm, 4 * (sizes[SHARED] + run.num_slots * sizes["slot"]))
+        view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+        for attempt in range(1, ATTEMPTS + 1):
+            swarm.catch_up()
+            try:
+                view = fold(view, look(swarm))
+                pull_round(swarm, run, swarm.last(), sorted({*peers_of(view), *swarm.contacts()}))
+                return
+            except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
+                if attempt == ATTEMPTS:
+                    remedy = "try again, or other --initial-peers"
+                    raise AbsentError(f"no peer sent the model: {error}; {remedy}") from error
+                log.warning("%s; trying again", error)
+                swarm.wait(run.round.heartbeat_seconds)
+
+
+@contextlib.contextmanager
+def visiting(
+    run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
+) -> Iterator[tuple[HivemindSwarm, RunConfig, Anchors]]:
+    """Be in a run's swarm during the block, without a part in it; `folder` gets what is fetched."""
     name, founder, recent = (*run_id.split("@"), "", "")[:3]
     node = Node(
         Identity(folder / "identity.key"),
@@ -114,20 +143,6 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
         guests = guest_list(swarm, manifest)
         swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=0, guests=guests, recent=recent)
-        sizes = anchors.bundle_numel()
-        show_download(swarm, 4 * (sizes[SHARED] + run.num_slots * sizes["slot"]))
-        view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
-        for attempt in range(1, ATTEMPTS + 1):
-            swarm.catch_up()
-            try:
-                view = fold(view, look(swarm))
-                pull_round(swarm, run, swarm.last(), sorted({*peers_of(view), *swarm.contacts()}))
-                return
-            except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
-                if attempt == ATTEMPTS:
-                    remedy = "try again, or other --initial-peers"
-                    raise AbsentError(f"no peer sent the model: {error}; {remedy}") from error
-                log.warning("%s; trying again", error)
-                swarm.wait(run.round.heartbeat_seconds)
+        yield swarm, run, anchors
     finally:
         swarm.close()

@@ -16,7 +16,6 @@ from spes_p2p.presentation import say
 ROUNDS = 3
 """Number of longest rounds within which a peer must save one."""
 LEAST_MINUTES, UNKNOWN_MINUTES = 5.0, 30.0
-PAGE_SECONDS = 5.0
 PHASES = ("max_seconds", "matchmaking_seconds", "averaging_seconds", "exchange_seconds")
 
 
@@ -61,7 +60,7 @@ def is_paused(output: Path) -> bool:
     try:
         address = (output / "page").read_text().strip()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's page
-        with opener.open(f"{address}state.json", timeout=PAGE_SECONDS) as answer:
+        with opener.open(f"{address}state.json", timeout=5.0) as answer:
             return bool(json.load(answer)["now"]["state"] == "paused")
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return False

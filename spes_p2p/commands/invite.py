@@ -16,8 +16,6 @@ from spes_p2p.swarm.p2p.identity import IdentityKeys
 
 log = logging.getLogger(__name__)
 
-DAY_SECONDS = 86_400
-
 
 def main(config: InviteConfig) -> int:
     """Print links to the run that have the invites in them; invites alone if the folder has no link.
@@ -29,7 +27,7 @@ def main(config: InviteConfig) -> int:
     manifest, file = ModelFolder(config.folder).manifest, config.folder / LINK_FILE
     keys = IdentityKeys(founder_of(config.folder, config.identity, manifest))
     link = JoinLink.parse(file.read_text()) if file.exists() else None
-    expires = int(time.time()) + config.days * DAY_SECONDS
+    expires = int(time.time()) + config.days * 86_400
     for _ in range(config.count):
         invite = issue(keys, manifest.digest, expires, places=config.places, votes=config.votes)
         say(invite if link is None else link.model_copy(update={"invite": invite}).encode())

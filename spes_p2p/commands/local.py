@@ -36,7 +36,7 @@ from spes_p2p.fs import private_folder, write_atomic
 from spes_p2p.monitor.events import METRICS_FILE, read_events
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer import life
-from spes_p2p.peer.joining import ADDRESS_FILE, FRIENDS_FILE, LINK_FILE
+from spes_p2p.peer.joining import ADDRESS_FILE, FRIENDS_FILE, LINK_FILE, kept
 from spes_p2p.peer.output_dir import can_resume, check_output, delete
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
@@ -150,6 +150,9 @@ def main(config: ExperimentConfig) -> int:
         raise ConfigError(f"max_slots={slots} exceeds the run's {num_slots} slots; lower it, or leave it out")
     check_machine(config.run, config)
     check_output(config.output, resume=config.resume, overwrite=config.overwrite)
+    if config.resume and _is_finished(config):
+        say(f"the run is finished; to prolong it: {_spes('amend', config.output / 'peer-0', '--run.round.total', 'N')}")
+        return 0
     try:
         _in_a_fork(_prepare_corpus, config)
         if config.overwrite and config.output.exists():
@@ -195,6 +198,18 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
     own = {name: [Path(path) for path in kept.pop(name, [])] for name in OWN_PATHS}
     chosen = _chosen(config) | ({"max_slots": config.max_slots} if config.max_slots else {})
     return config.model_copy(update={**kept, **chosen, **own, "run": run, "peers": run.round.min_peers})
+
+
+def _is_finished(config: ExperimentConfig) -> bool:
+    """Check whether the model of the last round is saved, and no revision prolongs the run."""
+    metrics, folder = config.output / METRICS_FILE, config.output / "peer-0"
+    if not (metrics.exists() and (config.output / "model").exists() and can_resume(folder)):
+        return False
+    last = max((event["round"] for event in read_events(metrics) if event["kind"] == "evaluation"), default=0)
+    if last < config.run.round.total:
+        return False
+    own = kept(PeerConfig(run_id=config.run_id, output=folder, resume=True))
+    return own.is_finished and last >= own.runs[-1].round.total
 
 
 def _run_in(file: Path) -> RunConfig:
@@ -250,13 +265,13 @@ class Experiment:
         except OSError as error:
             raise ConfigError(f"cannot write --output {out}: {error.strerror}; name a writable one") from error
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
-        if not self._config.resume:
-            settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
-            settings |= {"max_slots": self._max_slots} | _chosen(self._config)
-            with write_atomic(out / RUN_FILE) as stream:
-                stream.write(yaml.safe_dump(settings, sort_keys=False).encode())
+        settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
+        settings |= {"max_slots": self._max_slots} | _chosen(self._config)
         leaves_model = True
         try:
+            if not self._config.resume:
+                with write_atomic(out / RUN_FILE) as stream:
+                    stream.write(yaml.safe_dump(settings, sort_keys=False).encode())
             link = self._start()
             say(_opening(self._config, link, self._max_slots, self._peers[:2][-1]))
             code = self._watch()
@@ -421,6 +436,7 @@ def _summary(config: ExperimentConfig, code: int) -> str:
     return _trained(config) + (
         f"\nmodel      {out / 'model'}  (an ordinary Hugging Face checkpoint)\n"
         f"report     {out / 'report.html'}\nmetrics    {out / METRICS_FILE}\nsettings   {out / RUN_FILE}\n\n"
+        f"talk to it:  {_spes('chat', out / 'model')}\n"
         f"evaluate:  {_spes('evaluate', out / 'model')}\n"
         f"resume:    {resume}   (after an interruption)\n"
         f"join:      while it runs, with the command printed at the start; it is in {out / 'logs' / 'peer-0.log'} too"

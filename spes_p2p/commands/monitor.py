@@ -27,11 +27,13 @@ from spes_p2p.data.packing import held_out_by_source, probe_windows
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
 from spes_p2p.fs import private_folder
+from spes_p2p.monitor import credit
 from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints
+from spes_p2p.monitor.credit import Credit
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, Sink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
-from spes_p2p.monitor.page.server import Page, check_place
+from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import PageState
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import ConsoleSink, Sinks
@@ -43,6 +45,7 @@ from spes_p2p.peer.base import obtain_base, stored_base
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.output_dir import alone_in, delete
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
+from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import say
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -111,7 +114,6 @@ def main(settings: MonitorConfig) -> int:
     if settings.upload is not None:
         open_place(settings.upload)
     check_packages(wandb=settings.wandb, tensorboard=settings.tensorboard)
-    check_place(settings.page)
     with own_output(settings) as output:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -139,9 +141,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         if settings.page != "off":
             view = SwarmView(num_slots=0, total_rounds=0, absence_seconds=0.0, now=swarm.now())
             page = Page(settings.page, PageState(view, {"run_id": settings.run_name}, stage="joining"), output)
-            if settings.console != "none":
-                say(f"page: {page.address}")
-            log.info("page: %s", page.address)
+            (log.info if settings.console == "none" else say)(f"page: {page.address}")
         seen = kept_manifest(swarm) if settings.resume else None  # of which it has asked before
         manifest, document = fetch_manifest(swarm, settings.founder)
         asked = seen is not None and seen.digest == manifest.digest
@@ -277,10 +277,12 @@ def _watch(
     known: Mapping[str, Any] = {}
     if path.exists() and path.stat().st_size:
         view, known = replay(path, view)
+    view = replace(view, settled=credit.kept(output))
     facts = {**facts, "watch": known.get("watch") or secrets.token_hex(4)}
     sinks = Sinks(view)
     try:
         sinks.add(METRICS_FILE, lambda: JsonlSink(path, facts, swarm.now()))
+        sinks.add(credit.FILE, lambda: CreditSink(output))
         if (mode := settings.console) != "none":
             sinks.add("the console", lambda: ConsoleSink(manifest.run_id, mode))
         if settings.tensorboard:
@@ -333,6 +335,22 @@ class PageSink(Sink):
         self._page.show(PageState(view, self._run, link=self._link()))
 
 
+class CreditSink(Sink):
+    """Keeps the tokens that counted, by peer, in the monitor's output."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._written = Credit()
+
+    def take(self, event: Event, view: SwarmView) -> None:
+        return
+
+    def update(self, view: SwarmView) -> None:
+        if view.settled != self._written:
+            credit.save(self._output, view.settled)
+            self._written = view.settled
+
+
 def _save(output: Path, round: int, loss: float | None) -> None:
     """Write the model of a round while the swarm is there; a missing version raises, so that the caller fetches again.
 
@@ -357,7 +375,12 @@ def _conclude(ending: Ending, output: Path) -> int | None:
     except (DataError, ExchangeError, JoinError) as error:
         say("%s, and there is no model to save: %s", ending.value, error)
         return None
-    say("%s; %s is the model of round %d", ending.value, output / MODEL_DIRECTORY, exported.round)
+    say(
+        "%s; %s is the model of round %d, the last one evaluated",
+        ending.value,
+        output / MODEL_DIRECTORY,
+        exported.round,
+    )
     return exported.round
 
 
@@ -413,5 +436,6 @@ def _facts(manifest: Manifest) -> Mapping[str, Any]:
         "total_rounds": run.round.total,
         "num_slots": run.num_slots,
         "vocab_size": manifest.vocab_size,
+        "active_params": run_size(run, manifest.vocab_size).active_params(run.model.top_k),
         "config": run.model_dump(mode="json"),
     }

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, ModelConfig, RunConfig, check_machine
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.model.start import over_checkpoint
 from spes_p2p.planner.memory import (
     Setup,
     base_bytes,
     disk_bytes,
     fits,
+    peer_bytes,
     peer_memory,
     shortage,
     slots_that_fit,
     with_programs,
 )
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
-from spes_p2p.planner.tables import memory_lines, model_lines, start_lines, time_lines, traffic_lines
-from spes_p2p.planner.traffic import newcomer_bytes, of_moments_round, round_traffic
+from spes_p2p.planner.tables import days_lines, memory_lines, model_lines, start_lines, time_lines, traffic_lines
+from spes_p2p.planner.traffic import (
+    Course,
+    RoundTraffic,
+    newcomer_bytes,
+    of_moments_round,
+    round_traffic,
+    transfer_seconds,
+)
 from spes_p2p.presentation import say
+
+log = logging.getLogger(__name__)
 
 ANY_MEMORY = 2**60
 """Stands for the bytes of a GPU of unknown memory."""
@@ -52,23 +60,56 @@ def main(config: PlanConfig) -> int:
     fullest = round_traffic(size, claimed, num_peers, of_moments_round(setup))
     kept = KeptRounds().keep_last
     base = base_bytes(size, setup.base) if size.is_adapted else 0
+    speed = config.tokens_per_second or _measured(config, run, vocab_size, claimed)
     links = config.uplink_mbit or config.downlink_mbit, config.downlink_mbit or config.uplink_mbit
     lines = [
         *model_lines(run, size, setup, claimed, vocab_size),
         *memory_lines(peer_memory(size, claimed, setup)),
         *traffic_lines(traffic, num_peers, size, claimed),
         *start_lines(base + newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup), kept),
-        *time_lines(run, (traffic, fullest), num_peers, links, config.tokens_per_second),
+        *time_lines(run, (traffic, fullest), num_peers, links, speed),
     ]
-    if run.model == ModelConfig():
+    if speed is not None:
+        one_more = round_traffic(size, claimed, num_peers + 1, setup)
+        both = (_course(run, num_peers, speed, links, traffic), _course(run, num_peers + 1, speed, links, one_more))
+        lines += days_lines(run, size, both, num_peers, config.watts)
+    if run.model == ModelConfig() and "model" not in config.run.model_fields_set:
         lines.insert(0, "the default model: neither run.model nor --from names another")
     say("\n".join(lines))
     is_limited = config.memory_gb or config.host_memory_gb
-    if is_limited and not fits(size, claimed, setup, memory, host):
+    does_fit = fits(size, claimed, setup, memory, host)
+    if is_limited and not does_fit:
         raise ConfigError(shortage(size, claimed, setup, memory, host))
     if memory < ANY_MEMORY:
-        say(f"\n{_most(size, setup, memory, host)}")
+        needed = peer_bytes(size, claimed, setup) / 1e9
+        say(f"\n{'fits' if does_fit else 'does not fit'}: {needed:.3g} of {memory / 1e9:.3g} GB")
+        say(_most(size, setup, memory, host))
     return 0
+
+
+def _course(
+    run: RunConfig, num_peers: int, speed: float, links: tuple[float | None, float | None], traffic: RoundTraffic
+) -> Course:
+    uplink, downlink = links
+    seconds = transfer_seconds(traffic, uplink, downlink).total if uplink and downlink else 0.0
+    return Course.of(run, num_peers, speed, seconds)
+
+
+def _measured(config: PlanConfig, run: RunConfig, vocab_size: int, claimed: int) -> float | None:
+    """Return this machine's speed; None if the plan is for another one, or for what is not measured."""
+    is_elsewhere = config.memory_gb or config.host_memory_gb or config.ranks > 1
+    if is_elsewhere or run.adapter is not None or run.model.start is not None:
+        return None
+    from spes_p2p.training.speed import MEASURE_SECONDS, measured_speed  # takes seconds, as PyTorch does
+
+    log.info("measuring this machine for %.0f s; --tokens-per-second X spares it", MEASURE_SECONDS)
+    try:
+        speed, what = measured_speed(run, vocab_size, claimed, config, config.device)
+    except (ConfigError, RuntimeError) as error:
+        log.warning("the speed of this machine is unknown: %s; set --tokens-per-second", error)
+        return None
+    log.info("measured %s: %.0f tokens/s", what, speed)
+    return speed
 
 
 def _run(config: PlanConfig) -> tuple[RunConfig, int]:
@@ -83,6 +124,8 @@ def _run(config: PlanConfig) -> tuple[RunConfig, int]:
         if config.adapter is not None or run.adapter is not None:
             raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
         return run, vocabulary(run.data)
+    from spes_p2p.model.start import over_checkpoint  # loads PyTorch and transformers
+
     adapter = run.adapter or (None if config.adapter is None else AdapterConfig())
     run = over_checkpoint(run, source).model_copy(update={"adapter": adapter})
     assert run.model.start is not None
@@ -98,6 +141,8 @@ def vocabulary(data: DataConfig) -> int:
     file = Path(data.tokenizer or "") / "tokenizer.json"
     if data.tokenizer is None or not file.is_file():
         return data.vocab_size
+    from tokenizers import Tokenizer
+
     try:
         text = file.read_text(encoding="utf-8")
         text = json.loads(text).get("tokenizer.json", text)  # beside the shards of `spes tokenize`, as runs send it

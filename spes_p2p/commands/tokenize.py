@@ -74,8 +74,9 @@ def _tokenizer(config: TokenizeConfig, files: list[Path]) -> tuple[bytes, int, s
 
 
 def _summary(manifest: ShardManifest, path: Path) -> str:
+    num = len(manifest.shards)
     lines = [
-        f"{manifest.tokens:,} tokens of {manifest.documents:,} documents in {len(manifest.shards)} shards: {path}",
+        f"{manifest.tokens:,} tokens of {manifest.documents:,} documents in {num} shard{'s' * (num > 1)}: {path}",
         f"fingerprint {manifest.fingerprint}",
     ]
     if manifest.skipped:

@@ -13,10 +13,11 @@ from spes_p2p.config.checkpoint import (
     RopeConfig,
     StartConfig,
     Storage,
+    TensorCount,
     TokenizerSettings,
 )
 from spes_p2p.config.data import DataConfig, Packing, SourceConfig
-from spes_p2p.config.families import FAMILIES, Family
+from spes_p2p.config.families import FAMILIES, LOGIT_SETTINGS, TARGETS, Family
 from spes_p2p.config.link import MAX_ADDRESSES, Address, JoinLink, PeerId
 from spes_p2p.config.machine import (
     MIN_MBIT,
@@ -27,6 +28,7 @@ from spes_p2p.config.machine import (
     OwnData,
     PeerConfig,
     RunId,
+    VolunteerConfig,
     check_machine,
     check_training,
     sequences_at_once,

@@ -50,8 +50,9 @@ def check_changes(old: RunConfig, new: RunConfig) -> None:
     for name, (before, after) in found.items():
         if name not in CHANGEABLE:  # guard: never
             raise ConfigError(
-                f"{name} cannot change from {before!r} to {after!r} while the run is under way, only "
-                f"{', '.join(CHANGEABLE)} can; {remedy}"
+                f"{name} cannot change from {before!r} to {after!r} while the run is under way, only the number of "
+                f"rounds, the learning rate, its schedule, weights of data and revoked invites can "
+                f"({', '.join(CHANGEABLE)}); {remedy}"
             )
     one, other = ([(each.name, each.fingerprint, each.urls) for each in run.data.mixture] for run in (old, new))
     if one != other:

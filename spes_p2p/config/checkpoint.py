@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
 PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: first
@@ -99,6 +107,15 @@ GenerationValue = Number | TokenText | Annotated[list[Number | TokenText], Field
 Generation = Annotated[dict[GenerationName, GenerationValue], Field(max_length=64)]
 
 
+class TensorCount(Frozen):
+    """How many tensors of one kind and shape a model has outside its slots."""
+
+    kind: Literal["table", "attention", "mlp", "vector"]
+    """The embedding and the head; matrices of linear layers; all others."""
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=2**31)]], Field(min_length=1, max_length=3)]
+    count: Annotated[int, Field(ge=1, le=2**16)]
+
+
 class StartConfig(Frozen):
     """What a checkpoint's config.json says beyond `model`, and which weights it holds; `--from` fills it in."""
 
@@ -130,6 +147,10 @@ class StartConfig(Frozen):
     generation: Generation = {}
     """What generation_config.json says."""
     tokenizer: TokenizerSettings = TokenizerSettings()
+    config: Annotated[dict[GenerationName, JsonValue], Field(max_length=256)] = {}
+    """All of config.json, of the families that the manifest carries so."""
+    tensors: Annotated[list[TensorCount], Field(max_length=64)] = []
+    """The tensors of such a model."""
 
     @property
     def end_tokens(self) -> list[int]:
@@ -141,7 +162,7 @@ class StartConfig(Frozen):
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what newer settings say if they say nothing: manifests without them stay what they were."""
         empty = {"generation": not self.generation, "tokenizer": self.tokenizer == TokenizerSettings()}
-        empty |= {"router_aux_loss_coef": not self.router_aux_loss_coef}
+        empty |= {name: not getattr(self, name) for name in ("router_aux_loss_coef", "config", "tensors")}
         return {key: value for key, value in handler(self).items() if not empty.get(key)}
 
     @model_validator(mode="after")

@@ -21,7 +21,9 @@ from spes_p2p.config.machine import (
     Consent,
     FoundedRun,
     KeptRounds,
+    Listens,
     MachineConfig,
+    Mbit,
     NamedRun,
     NewRun,
     Output,
@@ -91,6 +93,30 @@ class JoinConfig(VolunteerConfig):
         return self
 
 
+class FoundConfig(NewRun, CommandConfig, MachineConfig, OwnData, Cache, Consent):
+    """Found a run by five questions: what for (--run-id), which model (--config), whose text (--text), who may join
+    (--run.invite-only), and this link's upload rate (--uplink-mbit).
+
+    A flag answers its question; without a terminal, and with --yes, defaults answer the others. The plan is shown, the
+    settings are written beside the output, and `spes peer` starts with them; it has more flags.
+    """
+
+    run_id: RunId | None = None
+    """Name of the run."""
+    output: Path | None = None
+    """Directory of the founder's peer. By default runs/ and the run's name."""
+    max_slots: PositiveInt | Literal["auto"] = "auto"
+    """Largest number of expert slots to claim."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where to train; by default on a GPU if there is one."""
+    host: str | None = None
+    """Address to listen on; by default all."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on, TCP and UDP. Others must be able to reach it; by default the system chooses one."""
+    tokens_per_second: PositiveFloat | None = None
+    """Training speed for the plan; by default it is measured."""
+
+
 class ClusterConfig(NewRun, VolunteerConfig, NamedRun):
     """Train a run with one peer per node. Start it on each node; the first founds."""
 
@@ -100,11 +126,47 @@ class ClusterConfig(NewRun, VolunteerConfig, NamedRun):
     """Directory of this node's peer; by default in `shared`. If it has a peer, that goes on."""
 
 
-class MonitorConfig(CommandConfig, NamedRun, OwnData, LmTasks, Output, Cache, Consent):
-    """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
+class LinkedRun(NamedRun):
+    """A run by its link, or by name and addresses."""
 
     link: Annotated[str | None, WORD] = None
     """The run's link, in place of --run-id and --initial-peers."""
+    initial_peers: list[str] = []
+    """Multiaddrs of peers in the swarm; nodes of `hivemind-dht` will do, too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_link(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("link"):
+            required = [name for name in ("run_id", "initial_peers") if cls.model_fields[name].is_required()]
+            if isinstance(values, dict) and not values.keys() >= {*required}:
+                flags = " and ".join(f"--{name.replace('_', '-')}" for name in required)
+                raise ValueError(f"name the run by its link, or by {flags}")
+            return values
+        if named := sorted({"run_id", "initial_peers"} & values.keys()):
+            flag = f"--{named[0].replace('_', '-')}"
+            raise ValueError(f"the link names the run and its peers; drop {flag}, or the link (SPES_LINK)")
+        link = JoinLink.parse(values["link"])
+        return {**values, "link": None, "run_id": link.founded, "initial_peers": list(link.addresses)}
+
+
+class RendezvousConfig(CommandConfig, LinkedRun, Listens):
+    """Keep a run together whose peers all sit behind routers, on a small server that is always on: peers meet there,
+    and it introduces them, passes on what they sign, and stores the newest versions. It neither trains nor votes."""
+
+    output: Path = Path("runs/rendezvous")
+    """Directory of its identity and of what it stores. The same command goes on with it."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 4001
+    """Port to listen on, TCP and UDP."""
+    disk_gb: PositiveFloat = 10.0
+    """Most disk for versions, in 10^9 bytes; it keeps as many of the model's parts as fit."""
+    uplink_mbit: Mbit | None = None
+    """Upload limit in 10^6 bits per second."""
+
+
+class MonitorConfig(CommandConfig, LinkedRun, OwnData, LmTasks, Output, Cache, Consent):
+    """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
+
     initial_peers: Annotated[list[str], Field(min_length=1)]
     """Multiaddrs of peers in the swarm."""
     output: Path = Path("runs/monitor")
@@ -139,19 +201,6 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData, LmTasks, Output, Cache, Co
     threads: PositiveInt | None = None
     """CPU threads for evaluating; by default PyTorch's choice."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_link(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not values.get("link"):
-            if isinstance(values, dict) and not {"run_id", "initial_peers"} <= values.keys():
-                raise ValueError("name the run by its link, or by --run-id and --initial-peers")
-            return values
-        if named := sorted({"run_id", "initial_peers"} & values.keys()):
-            flag = f"--{named[0].replace('_', '-')}"
-            raise ValueError(f"the link names the run and its peers; drop {flag}, or the link (SPES_LINK)")
-        link = JoinLink.parse(values["link"])
-        return {**values, "link": None, "run_id": link.founded, "initial_peers": list(link.addresses)}
-
 
 class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache):
     """Train a small model with several peers and a monitor on this machine."""
@@ -178,13 +227,17 @@ class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output
 
 
 class PlanConfig(CommandConfig, MachineConfig):
-    """Print the memory, traffic and time that a run needs of one peer; start nothing.
+    """Print the memory, traffic and time that a run needs of one peer, and the days that it takes; start nothing.
 
     Exits with 2 if the plan does not fit `--memory-gb`.
     """
 
     short_names: ClassVar[Mapping[str, str]] = {"max_slots": "slots", "start_from": "from"}
+    ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
+    """Keys that its YAML file may have: it may be a peer's."""
 
+    name: Annotated[ConfigFile | None, WORD] = None
+    """The same as --config."""
     config: ConfigFile | None = None
     """YAML or TOML with the run's settings under `run`, and a machine's choices. The name of a file that comes
     with the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
@@ -211,7 +264,15 @@ class PlanConfig(CommandConfig, MachineConfig):
     downlink_mbit: PositiveFloat | None = None
     """Every peer's downlink; of it and `uplink_mbit` each is by default the other."""
     tokens_per_second: PositiveFloat | None = None
-    """Training speed of this machine, where it is known. The planner does not guess it."""
+    """Training speed of this machine. By default it is measured for ten seconds, unless the plan names the memory of
+    another."""
+    watts: PositiveFloat | None = None
+    """Power of one peer's machine while it trains; the plan then says what electricity the run takes."""
+
+    @classmethod
+    def read_file(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings in the file that a word or `--config` names."""
+        return super().read_file({"config": given["name"], **given} if given.get("name") else given)
 
 
 class TokenizeConfig(CommandConfig, Cache):
@@ -305,6 +366,21 @@ class EvaluateConfig(CommandConfig, LmTasks):
         return self
 
 
+class ChatConfig(CommandConfig, Consent):
+    """Talk to a model in the terminal: by its chat template if it has one; otherwise it continues your text."""
+
+    source: Annotated[str, WORD]
+    """Folder of a checkpoint, the --output of a peer or monitor, where a monitor uploads to, or a run's link."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Answer this alone, and exit."""
+    max_tokens: PositiveInt = 256
+    """Longest answer."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """0 takes the most likely token each time. By default the checkpoint's own, or else 0.5."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Above 1 it makes repetition rarer. By default the checkpoint's own; if it names no temperature, 1.2."""
+
+
 class ExportConfig(CommandConfig, Consent):
     """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline; from
     where a monitor uploads to; or from a running swarm by its link, or by --run-id and --initial-peers."""
@@ -332,12 +408,21 @@ class ExportConfig(CommandConfig, Consent):
     """Multiaddrs of peers in that run's swarm."""
 
 
+class CreditConfig(CommandConfig, Consent):
+    """List a run's peers by the tokens that counted, as certificates say: of the rounds that a peer or a monitor has
+    seen, or by a link of those that the swarm still keeps in a row."""
+
+    source: Annotated[str, WORD]
+    """The --output of a peer or monitor, which may be running; or a run's link."""
+
+
 class AmendConfig(CommandConfig, FoundersFolder):
     """Prolong or anneal a run that is under way, or has ended: change settings that its founder has signed.
 
     Only rounds, learning rate, its schedule, the weights of a mixture of data, and revoked invites can change.
     """
 
+    is_amending: ClassVar[bool] = True
     ignored: ClassVar[Collection[str]] = PeerConfig.model_fields
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
 

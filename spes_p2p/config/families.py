@@ -9,15 +9,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture whose layers are attention and a SwiGLU, or a router and experts that are SwiGLUs."""
+    """An architecture whose layers are attention and an MLP, or a router and experts that are SwiGLUs."""
 
     title: str
     """Its name in plans."""
-    stock: str
-    """The start of transformers' class names, before `Config` and `ForCausalLM`."""
-    settings: frozenset[str]
+    settings: frozenset[str] = frozenset({"head_dim", "attention_bias"})
     """Settings that its configuration has and some others' lack: `head_dim`, `attention_bias`, `clip_qkv`,
     `norm_topk_prob`, and `dense_intermediate_size`, the width of layers without experts."""
+    is_carried: bool = False
+    """Whether a run starts from a checkpoint, whose whole configuration the manifest carries; what it trains is the
+    shared part alone. Nothing else need be known of such a family."""
     num_experts: str = ""
     """Its configuration's name of the number of experts; empty in a dense model."""
     inner_size: str = "intermediate_size"
@@ -44,14 +45,12 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "olmoe": Family(
         title="OLMoE",
-        stock="Olmoe",
         settings=frozenset({"norm_topk_prob", "attention_bias", "clip_qkv"}),
         num_experts="num_experts",
         query_norm="whole",
     ),
     "qwen3_moe": Family(
         title="Qwen3-MoE",
-        stock="Qwen3Moe",
         settings=frozenset({"norm_topk_prob", "attention_bias", "head_dim", "dense_intermediate_size"}),
         num_experts="num_experts",
         inner_size="moe_intermediate_size",
@@ -60,7 +59,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         title="Mixtral",
-        stock="Mixtral",
         settings=frozenset({"head_dim"}),
         num_experts="num_local_experts",
         fixed={"sliding_window": None},
@@ -69,18 +67,31 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama": Family(
         title="Llama",
-        stock="Llama",
-        settings=frozenset({"head_dim", "attention_bias"}),
         heads_divide_width=True,
         mixture="mixtral",
     ),
     "qwen3": Family(
         title="Qwen3",
-        stock="Qwen3",
-        settings=frozenset({"head_dim", "attention_bias"}),
         query_norm="heads",
         mixture="qwen3_moe",
     ),
-    "gemma": Family(title="Gemma", stock="Gemma", settings=frozenset({"head_dim", "attention_bias"})),
+    "gemma": Family(title="Gemma"),
+    "gemma2": Family(title="Gemma 2", is_carried=True),
+    "gemma3_text": Family(title="Gemma 3", is_carried=True),
+    "gpt_oss": Family(title="gpt-oss", is_carried=True),
+    "granite": Family(title="Granite", is_carried=True),
+    "mistral": Family(title="Mistral", is_carried=True),
+    "olmo2": Family(title="OLMo 2", is_carried=True),
+    "olmo3": Family(title="OLMo 3", is_carried=True),
+    "phi3": Family(title="Phi-3", is_carried=True),
+    "qwen2": Family(title="Qwen2", is_carried=True),
+    "smollm3": Family(title="SmolLM3", is_carried=True),
 }
 """Architectures by their `model_type` in transformers."""
+LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling")
+"""Settings with which a family changes the logits that the head returns, which then cannot be computed in chunks."""
+TARGETS: dict[str, Literal["attention", "mlp"]] = {
+    **{"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "qkv_proj": "attention"},
+    **{"o_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp", "gate_up_proj": "mlp", "down_proj": "mlp"},
+}
+"""Where linear layers belong, by the last part of their stock names."""

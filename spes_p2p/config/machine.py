@@ -83,6 +83,8 @@ class CommandConfig(Frozen):
     )
     short_names: ClassVar[Mapping[str, str]] = {}
     """Short names of flags."""
+    is_amending: ClassVar[bool] = False
+    """Whether the settings are for a run that is under way."""
     ignored: ClassVar[Collection[str]] = ()
     """Keys that the file of `--config` may have as well."""
 
@@ -112,7 +114,7 @@ class CommandConfig(Frozen):
             return settings
         train = settings.get("run", {}).get("train", {})
         if "warmup_rounds" in train and "run.train.warmup_rounds" not in given:
-            if cls.ignored or given.get("resume") in (True, "true", "1"):
+            if cls.is_amending or given.get("resume") in (True, "true", "1"):
                 del train["warmup_rounds"]  # an amended or resumed run has its own
             else:
                 _shorten_warmup(settings["run"], given, path.name)
@@ -165,6 +167,9 @@ class MachineConfig(Frozen):
     """Sequences per forward pass; by default this rank's share of the step."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass. It saves memory."""
+    compile: Literal["off", "auto"] = "off"
+    """Fuse attention and norms by torch.compile. A small model's steps take an eighth less time on
+    a CPU; the first start takes half a minute more."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Precision of gradients. `bf16` halves their memory; only the 8-bit optimizers take it."""
     shard: Literal["ddp", "fsdp"] = "ddp"
@@ -187,6 +192,8 @@ class KeptRounds(Frozen):
     """Keep every n-th round's checkpoint for ever: of the rounds that are multiples of n. By default none."""
 
 
+OwnerName = Annotated[str, Field(pattern=r"^([0-9A-Za-z][0-9A-Za-z ._-]{0,31})?$")]  # guard: first
+"""By which pages and model cards thank a peer's owner; empty if they have set none."""
 FoundedRun = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64}(@[0-9]{1,9}:[0-9a-f]{64})?)?$"),
@@ -202,10 +209,9 @@ class OwnData(Frozen):
     """Text, jsonl or parquet files, folders or patterns. They serve where the run's data source is `files`."""
     data: list[Path] = []
     """Conversations, or token shards, instead of text. Conversations are JSON or parquet with `messages`, `prompt` and
-    `completion`, or `text`; of them, only the replies are learned. Token shards are a folder, files, a pattern, or
-    a manifest or `file_list.txt` of `spes tokenize`: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS; MDS
-    shards of text are read as text. In a run that mixes sources NAME=PATH, for each source. An http address of such
-    a manifest is fetched into the cache."""
+    `completion`, or `text`; of them, only the replies are learned. Token shards are a folder, files, a pattern, or a
+    manifest or `file_list.txt` of `spes tokenize`, in any format of docs/data.md. In a run that mixes sources
+    NAME=PATH, for each source. An http address of such a manifest is fetched into the cache."""
     skip_unusable: bool = False
     """Leave out and count unusable conversations. By default the first one ends the command."""
 
@@ -284,7 +290,19 @@ class Cache(Frozen):
     """Where a command keeps what it would otherwise make again."""
 
     cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
+    """Tokenizers and tokenised text."""
+
+
+class Listens(Frozen):
+    """Where a machine takes calls."""
+
+    host: Annotated[str, Field(min_length=1)] | None = None
+    """Address to listen on; `*` for all interfaces. By default all of them, IPv4 and IPv6, or 127.0.0.1 if all initial
+    peers are on this machine."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on, TCP and UDP; by default a resumed peer's last one, or one that the system chooses."""
+    announce: list[str] = []
+    """Multiaddrs by which others reach this peer. /ip4/203.0.113.7/tcp/4001 is one; by default from host and port."""
 
 
 class Consent(Frozen):
@@ -298,7 +316,7 @@ SEED_SECONDS = 30.0
 """Default of `seed_seconds` for a peer that has trained the last round."""
 
 
-class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache, Consent):
+class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output, Cache, Consent, Listens):
     """What a peer's machine brings into a run, and how it takes part."""
 
     short_names: ClassVar[Mapping[str, str]] = {"start_from": "from"}
@@ -319,24 +337,22 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds, Output,
     `round.shrink_seconds`."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
+    slots_by_data: bool = False
+    """Begin with the slots that own data uses most. The routers of the checkpoint (`--from`) tell. By default a peer
+    begins with the slots that have the fewest holders; while a slot has none, it goes before all others."""
     page: PagePlace = "127.0.0.1"
     """HOST:PORT of the live page, or `off`. Prometheus's /metrics is there too. Without a port, a free one; by default
     on this machine alone."""
     data_seed: int | None = None
     """Seed of this peer's data order; by default from its identity."""
-    host: Annotated[str, Field(min_length=1)] | None = None
-    """Address to listen on; `*` for all interfaces. By default all of them, IPv4 and IPv6, or 127.0.0.1 if all initial
-    peers are on this machine."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on, TCP and UDP; by default a resumed peer's last one, or one that the system chooses."""
-    announce: list[str] = []
-    """Multiaddrs by which others reach this peer. /ip4/203.0.113.7/tcp/4001 is one; by default from host and port."""
     map_port: bool = False
     """Have the router forward the port. By UPnP, while the peer runs; the router's address is announced."""
     client_mode: bool = False
     """Call others, but take no calls. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=4096)] | None = None
     """Invite, a link with one, or a file with either. A file, or SPES_INVITE, keeps it out of the process list."""
+    owner_name: OwnerName = ""
+    """Your name on pages and model cards. All can see it; by default they have the peer's id alone."""
     identity: Path | None = None
     """File of this peer's key, created if missing; by default in `output`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -363,20 +379,26 @@ class NewRun(Frozen):
     """What the founder of a run sets."""
 
     config: ConfigFile | None = None
-    """YAML or TOML of a new run's settings, under `run`, and this machine's. The name of a file that comes
+    """YAML or TOML of a run's settings and this machine's. The name of a file that comes
     with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     run: RunConfig | None = None
-    """Settings of the run, for its founder only. The others take them from the signed manifest."""
+    """The run's settings, for its founder. The others take them from the signed manifest."""
 
 
 class PeerConfig(NewRun, VolunteerConfig, NamedRun):
-    """Join a run with --initial-peers, or found one without, and train it."""
+    """Join a run with --initial-peers, or found one, and train it."""
 
     initial_peers: list[str] = []
-    """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
+    """Multiaddrs of peers in the swarm; nodes of `hivemind-dht` will do, too. One that answers is enough. Without any,
+    or with a --config that sets a run, a new run is founded."""
     adapter: Path | None = None
     """For a founder with --from: train adapters over the checkpoint, which stays frozen. `lora` begins a new one, with
     the settings in `run.adapter`; the folder of an adapter that peft or `spes export` has saved goes on from it."""
+
+    @property
+    def founds(self) -> bool:
+        """Whether this start founds a run."""
+        return not self.resume and (not self.initial_peers or (self.config is not None and self.run is not None))
 
     @property
     def shards(self) -> list[Path]:

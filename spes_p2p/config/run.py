@@ -62,7 +62,8 @@ class ModelConfig(Frozen):
     """Shape of the model, in the stock Hugging Face classes' terms."""
 
     family: FamilyName = "olmoe"
-    """Which stock `transformers` architecture to build: the first three are mixtures of experts, the others dense."""
+    """Which stock `transformers` architecture to build: the first three are mixtures of experts, the others dense.
+    Those after `gemma` start from a checkpoint (--from)."""
     hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 128
     """Width D of the residual stream."""
     num_layers: Annotated[int, Field(ge=1, le=1024)] = 4
@@ -116,6 +117,8 @@ class ModelConfig(Frozen):
     def _check_shapes(self) -> ModelConfig:
         if self.start is not None:
             self._check_start(self.start)
+        if self.stock.is_carried != bool(self.start and self.start.config and self.start.tensors):  # guard: never
+            raise ValueError(f"model.family={self.family} needs a checkpoint to start from; name one with --from")
         for name in ("num_experts", "top_k"):
             if (getattr(self, name) == 0) != self.is_dense:  # guard: never
                 raise ValueError(
@@ -198,7 +201,6 @@ class TrainConfig(Frozen):
     first fifth of the run. SPES uses 0.7; 1.0 switches it off."""
 
 
-LEAST_RESULTS_SECONDS = 5.0
 SLOWER = 1.5
 """How many times as long as the first attempt at a round the second one may take."""
 
@@ -250,7 +252,7 @@ class RoundConfig(Frozen):
     @property
     def results_seconds(self) -> float:
         """Time that a leader waits for the members' results once it has its own."""
-        return max(LEAST_RESULTS_SECONDS, self.averaging_seconds / 3)
+        return max(5.0, self.averaging_seconds / 3)
 
     @property
     def commit_seconds(self) -> float:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -226,15 +226,17 @@ _CHECKPOINT_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.
 _CHECKPOINT = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([0-9a-f]{40}))?", re.ASCII)
 
 
-def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
+def checkpoint_folder(source: Path, check: Callable[[Path], object] = bool) -> tuple[Path, str | None]:
     """Return the folder of a checkpoint, downloaded if it is on the hub, and there its name with the commit's hash.
 
     What was downloaded before is taken from the hub's cache. The weights are verified later, by the manifest.
 
     Args:
         source: A folder, or `owner/name` or `owner/name@commit`.
+        check: Refuses a folder with config.json, before anything else is downloaded.
 
     Raises:
+        SpesError: what `check` raises.
         DataError: the hub cannot be reached, or has no such checkpoint for everyone.
     """
     found = _CHECKPOINT.fullmatch(str(source))
@@ -251,8 +253,11 @@ def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
         if commit is None:
             commit = str(HfApi().model_info(name, timeout=HUB_SECONDS).sha)
         log.info("reading %s@%s from the hub", name, commit)
+        check(Path(snapshot_download(name, revision=commit, allow_patterns=["config.json"])))
         # guard: _CHECKPOINT_FILES -> None
         folder = snapshot_download(name, revision=commit, allow_patterns=_CHECKPOINT_FILES)
+    except SpesError:
+        raise
     except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
         raise (OutageError if _is_outage(error) else DataError)(
             f"cannot download {source} from the hub: {one_line(error)}; check name, commit and network, or give --from "

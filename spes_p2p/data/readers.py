@@ -392,7 +392,8 @@ def _refuse_binary(path: Path, head: bytes) -> None:
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(head) > 1 and bool(even) != bool(odd)):
         raise DataError(f"{path} holds UTF-16, not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8")
     if kind or b"\0" in head:
-        raise DataError(f"{path} holds {kind or 'binary data'}, not UTF-8 text; leave it out")
+        kind = kind or "binary data"
+        raise DataError(f"{path} holds {kind}, not UTF-8 text; leave it out by a pattern, as '{path.parent}/*.md'")
 
 
 def _refuse_list(path: Path, head: bytes) -> None:

@@ -1,6 +1,8 @@
 """The formats of token shards: those of SPES and OLMo, NumPy, datatrove, Megatron and MosaicML; nothing is copied.
 
-A new format is a function that opens a file, and a row of `FORMATS`.
+A new format is a row of `FORMATS`. Each names one kind of file, by the end of its name: the file that is opened. That
+file holds the tokens (`.npy`, `.ds`), or is the index of files that do (Megatron's `.idx` of a `.bin` of the same name,
+MDS's `index.json` of all `.mds` of its folder).
 
 Shape legend: D documents of a file, S sequences of a Megatron file.
 Sources of the layouts: the writers' own code, and the fixtures that they wrote (tests/fixtures/shards).
@@ -117,11 +119,11 @@ class ShardFormat(NamedTuple):
     """A format of token shards.
 
     Attributes:
-        ending: What the name of the file ends with that is opened.
-        open: Returns its shards; takes the path, the entries of the vocabulary, and a cache for what must be unpacked.
-        tokens: Ending of files beside it that hold the tokens, if it does not itself.
-        beside: Endings of other files that belong to it.
-        is_one: Checks the content of a file whose name may also be another program's.
+        ending: End of the name of the file that is opened.
+        open: Returns its shards; takes the path, the size of the vocabulary, and a folder for decompressed files.
+        tokens: Ending of the files of tokens, if the opened file is their index; None if it holds the tokens.
+        beside: Endings of other files of the format, which are skipped in a folder.
+        is_one: Tells by its content whether a file is of the format, if other programs use the same name.
     """
 
     ending: str

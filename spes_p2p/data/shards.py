@@ -420,7 +420,7 @@ class TokenShards:
         key = hashlib.sha256(f"{_LAYOUT_VERSION}:{self._digest(shard.path)}:{positions}".encode()).hexdigest()[:32]
         file = cache_folder(self._cache, "splits") / f"{key}.u64"
         if not file.exists():
-            log.info("hashing the %d documents of %s once, to hold some out", len(shard.starts_D), shard.source)
+            log.info("hashing the %d pieces of %s once, to hold some out", len(shard.starts_D), shard.source)
             with write_atomic(file) as stream:
                 for start, length in zip(shard.starts_D.tolist(), shard.lengths_D.tolist(), strict=True):
                     ids_N = self.read(number, start, length).astype("<u4")

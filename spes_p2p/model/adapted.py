@@ -12,18 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from spes_p2p.config import AdapterTarget, RunConfig
+from spes_p2p.config import TARGETS, RunConfig
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
 from spes_p2p.model.build import check_attention, draw_buffers, meta_model
 from spes_p2p.model.kernels import LoopKernel
 from spes_p2p.model.lora import A, AdapterBank, FrozenEmbedding, FrozenHead, FrozenLinear, frozen
 from spes_p2p.model.slot_model import SlotModel
-
-TARGETS: dict[str, AdapterTarget] = {
-    **{"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "o_proj": "attention"},
-    **{"gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"},
-}
-"""Targets of the linear layers, by the last part of their stock names."""
 
 
 class Base(Protocol):

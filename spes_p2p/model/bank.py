@@ -160,7 +160,8 @@ class ExpertBank(nn.Module):
 def is_stock_experts(module: nn.Module) -> bool:
     """Tell whether `module` is a stock experts module: fused three-dimensional weights under the stock names."""
     weights = [getattr(module, name, None) for name in WEIGHT_NAMES]
-    return all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
+    is_biased = hasattr(module, "gate_up_proj_bias")  # gpt-oss's, which no bank replaces
+    return not is_biased and all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
 
 
 def check_layout(stock: nn.Module) -> None:

@@ -9,16 +9,22 @@ import contextlib
 import hashlib
 import importlib.util
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from spes_p2p.config import FAMILIES, ModelConfig, StartConfig
-from spes_p2p.errors import ConfigError
+from spes_p2p.config import TARGETS, ModelConfig, StartConfig, TensorCount
+from spes_p2p.errors import ConfigError, one_line
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
 from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore
 from spes_p2p.model.kernels import choose_kernel, kernel_named
@@ -184,12 +190,13 @@ def _leave_undrawn(module: PreTrainedModel) -> None:
 
 def config_class(family: str) -> type[PretrainedConfig]:
     """Return the stock configuration of a family."""
-    return getattr(transformers, f"{FAMILIES[family].stock}Config")
+    return CONFIG_MAPPING[family]
 
 
 def model_class(family: str) -> type[PreTrainedModel]:
     """Return the stock model of a family."""
-    return getattr(transformers, f"{FAMILIES[family].stock}ForCausalLM")
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class(family)]
+    return found
 
 
 OPTIONAL = frozenset({"head_dim", "attention_bias", "clip_qkv", "norm_topk_prob"})
@@ -213,6 +220,8 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
             f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of odd width "
             f"{model.head_dim}; choose another number of heads"
         )
+    if model.stock.is_carried:
+        return _carried_config(model, vocab_size, sequence_length)
     fields: dict[str, Any] = {
         "vocab_size": model.embedding_rows(vocab_size),
         "hidden_size": model.hidden_size,
@@ -246,8 +255,60 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
     return config_class(model.family)(**fields)
 
 
-def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, sequence_length: int) -> dict[str, Any]:
-    """Return the fields of the checkpoint that a run starts from."""
+def own_settings(kind: type[PretrainedConfig]) -> set[str]:
+    """Return the names of the settings that a stock configuration has itself.
+
+    What all models of transformers share is not among them: it names kernels and code that would be downloaded.
+    """
+    own = kind.__mro__[: kind.__mro__.index(PretrainedConfig)]
+    return {"head_dim"}.union(*(vars(each).get("__annotations__", ()) for each in own))
+
+
+def _carried_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> PretrainedConfig:
+    """Return the configuration that a manifest carries, in which the run's bounded settings count."""
+    assert model.start is not None
+    start, kind = model.start, config_class(model.family)
+    _check_room(start, vocab_size, sequence_length)
+    if foreign := start.config.keys() - own_settings(kind):  # guard: never
+        raise ConfigError(f"the run's model has settings that {kind.__name__} lacks: {min(foreign)}; leave this run")
+    bounded: dict[str, Any] = {
+        "vocab_size": start.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": start.max_position_embeddings,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "bos_token_id": start.bos_token_id,
+        "eos_token_id": start.eos_token_id,
+        "pad_token_id": start.pad_token_id,
+    }
+    bounded |= {"head_dim": start.head_dim} if start.head_dim is not None else {}
+    try:
+        return kind(**{**start.config, **bounded}, dtype="float32")
+    except Exception as error:  # transformers checks values by rules and with errors of its own
+        raise ConfigError(f"the checkpoint's settings make no {kind.__name__}: {one_line(error)}") from error
+
+
+def tensor_counts(module: PreTrainedModel) -> list[TensorCount]:
+    """Count the tensors of a model that has no slots, tied ones once; it may be on the meta device."""
+    found: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    tables = (module.get_input_embeddings(), module.get_output_embeddings())
+    for name, parameter in module.named_parameters():
+        prefix, _, key = name.rpartition(".")
+        owner = module.get_submodule(prefix)
+        kind = "table" if owner in tables else "vector"
+        if isinstance(owner, nn.Linear) and kind == "vector" and key == "weight":
+            kind = TARGETS[prefix.rpartition(".")[2]]
+        found[kind, tuple(parameter.shape)] += 1
+    counts = [{"kind": kind, "shape": shape, "count": count} for (kind, shape), count in sorted(found.items())]
+    return [TensorCount.model_validate(each) for each in counts]
+
+
+def _check_room(start: StartConfig, vocab_size: int, sequence_length: int) -> None:
+    """Raise ConfigError if a checkpoint has too few rows or positions for a run."""
     if vocab_size > start.vocab_size:  # guard: never
         raise ConfigError(
             f"the tokenizer has {vocab_size} entries, and the checkpoint's embedding {start.vocab_size} rows; set "
@@ -258,6 +319,11 @@ def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, seque
             f"data.sequence_length={sequence_length} exceeds the {start.max_position_embeddings} positions of the "
             f"checkpoint; set it to that or less"
         )
+
+
+def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, sequence_length: int) -> dict[str, Any]:
+    """Return the fields of the checkpoint that a run starts from."""
+    _check_room(start, vocab_size, sequence_length)
     fields: dict[str, Any] = {
         "max_position_embeddings": start.max_position_embeddings,
         "rope_parameters": start.rope.model_dump(exclude_none=True) | {"rope_theta": model.rope_theta},
@@ -392,14 +458,19 @@ def meta_model(model: ModelConfig, vocab_size: int, sequence_length: int, attent
         ConfigError: the settings of a checkpoint's rotary embedding do not go together.
     """
     config = hf_config(model, vocab_size, sequence_length)
-    config._attn_implementation = ATTENTION[attention]
+    is_carried = model.stock.is_carried
+    if not is_carried or attention != "sdpa":  # some attention is not sdpa's, such as that of gpt-oss
+        config._attn_implementation = ATTENTION[attention]
     # The stock default, a grouped kernel, refuses rows that are not aligned to 16 bytes, on CPUs too.
     config._experts_implementation = "eager"
     try:
         with torch.device("meta"):
             module = model_class(model.family)(config)
-    except ArithmeticError as error:
-        raise ConfigError(f"model.start.rope makes no positions ({error}); take the checkpoint's own") from error
+    except Exception as error:  # a manifest may carry any setting
+        reason = one_line(error)
+        raise ConfigError(f"the checkpoint's settings make no model ({reason}); take the checkpoint's own") from error
+    if is_carried and model.start is not None and tensor_counts(module) != model.start.tensors:  # guard: never
+        raise ConfigError("the run's model has other tensors than its manifest says; leave this run")
     if model.start is not None and model.start.generation:
         module.generation_config = GenerationConfig(**model.start.generation)
     return module

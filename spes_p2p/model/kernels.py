@@ -459,7 +459,7 @@ def choose_kernel(name: str, device: torch.device, shapes: Sequence[tuple[int, .
     if name == "auto":
         return _automatic(device, shapes)
     found = kernel_named(name, device, shapes)
-    log.info("kernel %s, as requested", name)
+    log.info("experts are computed by kernel %s (--kernel)", name)
     return found
 
 

@@ -7,24 +7,20 @@ experts, X = S K choices of a sequence, V vocabulary entries, P rows of a head o
 from __future__ import annotations
 
 import contextlib
-import functools
-import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from spes_p2p.config import FAMILIES, TrainConfig
+from spes_p2p.config import FAMILIES, LOGIT_SETTINGS, TrainConfig
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import compute_dtype
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.planner.activations import head_rows
 
-NO_TARGET = -100
-"""What PyTorch's cross entropy leaves out."""
 ALIGNED_ROWS = 64
 """A GPU's fast products want rows of logits that begin at multiples of 16 bytes; a vocabulary may have an odd size."""
 ALIGNED_DEVICES = {"cuda"}
@@ -162,19 +158,12 @@ def causal_lm_loss(
     inputs, learned_BS = model_inputs(module, tokens_BS1)
     with (
         torch.autocast(tokens_BS1.device.type, torch.bfloat16, enabled=train.precision == "bf16"),
-        _head_in_chunks(module, tokens_BS1, train.precision) as is_chunked,
+        _loss_in_head(module, tokens_BS1, learned_BS, train.output_z_loss, train.precision) as is_in_head,
     ):
         options = {"output_router_logits": True} if top_k else {}
         output = module(**inputs, **options, use_cache=False)
-    output_z = None
-    if is_chunked:
-        cross_entropy, partition_T = _mean_of_chunks(output.logits, learned_BS)
-        output_z = _mean(partition_T.square(), learned_BS) if train.output_z_loss else None
-    elif train.output_z_loss:
-        cross_entropy, output_z = _cross_entropy_and_z(output.logits, tokens_BS1, learned_BS)
-    else:
-        cross_entropy = _cross_entropy(output.logits, tokens_BS1, learned_BS)
-    total = cross_entropy
+    losses = output.logits if is_in_head else _loss_of(output.logits, tokens_BS1, learned_BS, train.output_z_loss)
+    total, cross_entropy = losses.unbind()
     if top_k:
         balance = balance_loss(
             output.router_logits,
@@ -187,8 +176,6 @@ def causal_lm_loss(
         )
         z = router_z_loss(output.router_logits, learned_BS)
         total = total + train.balance_loss * balance + train.router_z_loss * z
-    if output_z is not None:
-        total = total + train.output_z_loss * output_z
     return LossParts(total, cross_entropy.detach())
 
 
@@ -241,14 +228,11 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
             for batch_BS1 in batches:
                 tokens_BS1 = batch_BS1.to(device)
                 inputs, learned_BS = model_inputs(module, tokens_BS1)
-                with _head_in_chunks(module, tokens_BS1) as is_chunked:
-                    logits_BSV = module(**inputs, use_cache=False).logits
+                with _loss_in_head(module, tokens_BS1, learned_BS) as is_in_head:
+                    logits = module(**inputs, use_cache=False).logits
+                losses = logits if is_in_head else _loss_of(logits, tokens_BS1, learned_BS)
                 count = num_targets(tokens_BS1)
-                if is_chunked:
-                    mean = _mean_of_chunks(logits_BSV, learned_BS)[0]
-                else:
-                    mean = _cross_entropy(logits_BSV, tokens_BS1, learned_BS)
-                nats += mean.item() * count
+                nats += losses[1].item() * count
                 num_tokens += count
     finally:
         module.train(was_training)
@@ -257,131 +241,107 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
     return nats / num_tokens
 
 
-def greedy_continuation(
-    module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float, ends: Collection[int] = ()
-) -> list[int]:
-    """Return the most likely tokens after a prompt of one token or more, in evaluation mode.
+def _loss_of(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Tensor | None, z_factor: float = 0.0) -> Tensor:
+    """Return the cross entropy with the outputs' z-loss, and without, `[2]`; the second has no graph.
 
-    It stops after a token of `ends`, and after `seconds`.
+    The log-partition is the target's logit plus its cross entropy.
+
+    Source of the z-loss: PaLM, section 5 (https://arxiv.org/abs/2204.02311).
     """
-    device, was_training = next(module.parameters()).device, module.training
-    module.eval()
-    tokens_1T, deadline = prompt_T.to(device)[None], time.monotonic() + seconds
-    try:
-        with torch.no_grad():
-            while tokens_1T.shape[1] < len(prompt_T) + num_tokens and time.monotonic() < deadline:
-                logits_V = module(input_ids=tokens_1T, use_cache=False).logits[0, -1]
-                tokens_1T = torch.cat([tokens_1T, logits_V.argmax()[None, None]], dim=1)
-                if int(tokens_1T[0, -1]) in ends:
-                    break
-    finally:
-        module.train(was_training)
-    return tokens_1T[0, len(prompt_T) :].tolist()
+    logits_TV, targets_T = logits_BSV.float().flatten(0, 1), tokens_BS1[:, 1:].flatten().clamp(min=0)
+    nats_T = F.cross_entropy(logits_TV, targets_T, reduction="none")
+    total = cross_entropy = _mean(nats_T, learned_BS)
+    if z_factor:
+        partition_T = nats_T + logits_TV.gather(1, targets_T[:, None])[:, 0]
+        total = total + z_factor * _mean(partition_T.square(), learned_BS)
+    return torch.stack([total, cross_entropy.detach()])
 
 
-def _cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Tensor | None) -> Tensor:
-    targets_T = tokens_BS1[:, 1:].flatten()
-    if learned_BS is None:
-        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_T)
-    targets_T = targets_T.where(targets_T >= 0, NO_TARGET)
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_T, reduction="sum") / learned_BS.sum().clamp(min=1)
-
-
-def _cross_entropy_and_z(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy and the mean square of the log-partition of the outputs.
-
-    The log-partition is the target's logit plus its cross entropy, so nothing more is kept for the backward pass. The
-    target is looked up first: its gradient is then made last, when the softmax is freed, and the peak stays. (`gather`
-    would keep all logits.)
-
-    Source: PaLM, section 5 (https://arxiv.org/abs/2204.02311).
-    """
-    logits_TV, targets_T = logits_BSV.float().flatten(0, 1), tokens_BS1[:, 1:].flatten()
-    chosen_T = logits_TV[torch.arange(len(targets_T), device=targets_T.device), targets_T.clamp(min=0)]
-    nats_T = F.cross_entropy(logits_TV, targets_T.where(targets_T >= 0, NO_TARGET), reduction="none")
-    return _mean(nats_T, learned_BS), _mean((nats_T + chosen_T).square(), learned_BS)
-
-
-# ---------------------------------------------------------------------- the head in chunks
+# ---------------------------------------------------------------------- the loss in the head
 
 
 @contextlib.contextmanager
-def _head_in_chunks(
-    module: nn.Module, tokens_BS1: Tensor, precision: Literal["fp32", "bf16"] = "fp32"
+def _loss_in_head(
+    module: nn.Module,
+    tokens_BS1: Tensor,
+    learned_BS: Tensor | None,
+    z_factor: float = 0.0,
+    precision: Literal["fp32", "bf16"] = "fp32",
 ) -> Iterator[bool]:
-    """Within the block, let a model's head return each token's loss and log-partition, `[B, S, 2]`, not its logits.
+    """Within the block, let a model's head return what `_loss_of` returns of its logits.
 
     The head computes within the model's own forward pass, where FSDP has gathered its weight. Yields whether it does: a
-    microbatch of few logits is computed at once, and a head that this program has not built is left alone.
+    head that this program has not built is left alone.
     """
     config: Any = module.config
-    is_ours = config.model_type in FAMILIES  # a composite model has its vocabulary elsewhere
-    num_rows = head_rows(tokens_BS1[:, 1:].numel(), config.vocab_size, precision) if is_ours else None
-    if num_rows is None:
+    # A composite model has its vocabulary elsewhere, and some models change what their head returns.
+    if config.model_type not in FAMILIES or any(getattr(config, name, None) for name in LOGIT_SETTINGS):
         yield False
         return
     head: Any = module.get_output_embeddings()  # type: ignore[operator]
     assert isinstance(head, nn.Linear) and head.bias is None
-    head.forward = functools.partial(_token_losses, head, tokens_BS1[:, 1:].flatten().clamp(min=0), num_rows)
+    targets_T = tokens_BS1[:, 1:].flatten().clamp(min=0)
+    num_rows = head_rows(len(targets_T), config.vocab_size, precision)
+
+    def losses(hidden_BSD: Tensor) -> Tensor:
+        has_graph, dtype = torch.is_grad_enabled(), compute_dtype(hidden_BSD)
+        options = learned_BS, z_factor, num_rows, dtype, has_graph
+        return HeadLoss.apply(hidden_BSD.flatten(0, 1), head.weight, targets_T, *options)
+
+    head.forward = losses
     try:
         yield True
     finally:
         del head.forward
 
 
-def _token_losses(head: nn.Linear, targets_T: Tensor, num_rows: int, hidden_BSD: Tensor) -> Tensor:
-    """Return `[B, S, 2]`: each token's cross entropy in nats and the log-partition of its logits, in fp32."""
-    dtype = compute_dtype(hidden_BSD)
-    losses = ChunkedHead.apply(hidden_BSD.flatten(0, 1), head.weight, targets_T, num_rows, dtype)
-    return torch.stack(losses, dim=-1).unflatten(0, hidden_BSD.shape[:2])
+class HeadLoss(torch.autograd.Function):
+    """Mean cross entropy and z-loss of a linear head, chunk by chunk; the forward pass computes the gradients too.
 
+    Memory holds the logits of one chunk, which become their own gradient, and no product is computed twice. The
+    weight's gradient adds up over chunks in the weight's own precision.
 
-def _mean_of_chunks(losses_BS2: Tensor, learned_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy, and each token's log-partition, of what `_token_losses` returned."""
-    nats_T, partition_T = losses_BS2.flatten(0, 1).unbind(-1)
-    return _mean(nats_T, learned_BS), partition_T
-
-
-class ChunkedHead(torch.autograd.Function):
-    """Cross entropy of a linear head, chunk by chunk; the backward pass computes each chunk's logits again.
-
-    Memory holds the logits of one chunk, and not those of all tokens with their log-softmax and gradients, for one more
-    product of the head's size. The weight's gradient adds up over chunks in the weight's own precision.
-
-    Source: Cut Your Losses in Large-Vocabulary Language Models (https://arxiv.org/abs/2411.09009), without its kernel.
+    Source: Liger Kernel, section 3.2 (https://arxiv.org/abs/2410.10989), without its kernel.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, num_rows: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return each token's cross entropy and log-partition `[T]` in fp32, from products of `num_rows` tokens."""
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        learned_BS: Tensor | None,
+        z_factor: float,
+        num_rows: int,
+        dtype: torch.dtype,
+        has_graph: bool,
+    ) -> Tensor:
+        """Return what `_loss_of` returns, in fp32, from products of `num_rows` tokens in `dtype`."""
         rounded_TD, rounded_PD = hidden_TD.to(dtype), _aligned(weight_VD.to(dtype))
-        chunks, vocab_size = zip(rounded_TD.split(num_rows), targets_T.split(num_rows), strict=True), len(weight_VD)
-        nats, partitions = zip(*(_losses_of_chunk(*chunk, rounded_PD, vocab_size) for chunk in chunks), strict=True)
-        partition_T = torch.cat(partitions)
-        ctx.save_for_backward(rounded_TD, rounded_PD, targets_T, partition_T)
-        ctx.num_rows = num_rows
-        ctx.dtypes = hidden_TD.dtype, weight_VD.dtype
-        ctx.shape = weight_VD.shape
-        return torch.cat(nats), partition_T
+        nats_T = torch.empty(len(targets_T), device=hidden_TD.device)
+        share_T, partition_T = torch.full_like(nats_T, 1 / len(targets_T)), torch.empty_like(nats_T)
+        if learned_BS is not None:
+            share_T = learned_BS.flatten() / learned_BS.sum().clamp(min=1)
+        grad_TD = torch.empty_like(hidden_TD) if has_graph else None
+        is_trained = has_graph and ctx.needs_input_grad[1]  # else a frozen head
+        grad_VD = torch.zeros_like(weight_VD) if is_trained else None
+        for start in range(0, len(targets_T), num_rows):
+            rows = slice(start, start + num_rows)
+            chunk = rounded_TD[rows], targets_T[rows], share_T[rows], z_factor, rounded_PD, len(weight_VD)
+            nats_T[rows], partition_T[rows] = _add_chunk(*chunk, None if grad_TD is None else grad_TD[rows], grad_VD)
+        if grad_TD is not None:
+            ctx.save_for_backward(grad_TD)
+        ctx.grad_VD = grad_VD  # which is no activation
+        cross_entropy = _mean(nats_T, learned_BS)
+        return torch.stack([cross_entropy + z_factor * _mean(partition_T.square(), learned_BS), cross_entropy])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients_T: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        """Return the gradients of `hidden_TD` and `weight_VD`."""
-        rounded_TD, rounded_PD, targets_T, partition_T = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.dtypes
-        grad_TD = torch.empty(rounded_TD.shape, dtype=hidden_dtype, device=rounded_TD.device)
-        grad_VD = None  # of a frozen head
-        if ctx.needs_input_grad[1]:
-            grad_VD = torch.zeros(ctx.shape, dtype=weight_dtype, device=rounded_PD.device)
-        nats_T, both_T = gradients_T[0], gradients_T[0] + gradients_T[1]
-        for start in range(0, len(targets_T), ctx.num_rows):
-            rows = slice(start, start + ctx.num_rows)
-            chunk = rounded_TD[rows], targets_T[rows], partition_T[rows], nats_T[rows], both_T[rows]
-            grad_TD[rows] = _add_gradients_of_chunk(*chunk, rounded_PD, grad_VD, ctx.shape[0])
-        return grad_TD, grad_VD, None, None, None
+    def backward(ctx: Any, grad_2: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `hidden_TD` and `weight_VD`, once: they are scaled where they lie."""
+        grad_TD, grad_VD = ctx.saved_tensors[0].mul_(grad_2[0]), ctx.grad_VD
+        ctx.grad_VD = None
+        return (grad_TD, None if grad_VD is None else grad_VD.mul_(grad_2[0]), *6 * [None])
 
 
 def _aligned(weight_VD: Tensor) -> Tensor:
@@ -390,40 +350,31 @@ def _aligned(weight_VD: Tensor) -> Tensor:
     return F.pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD
 
 
-# Functions, because a loop would keep the last chunk's logits until it has the next one's.
-
-
-def _losses_of_chunk(
-    rounded_CD: Tensor, targets_C: Tensor, rounded_PD: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    logits_CV = F.linear(rounded_CD, rounded_PD).float()[:, :vocab_size]
-    chosen_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
-    highest_C1 = logits_CV.amax(dim=1, keepdim=True)
-    partition_C = logits_CV.sub_(highest_C1).exp_().sum(dim=1).log_() + highest_C1[:, 0]
-    return partition_C - chosen_C, partition_C
-
-
-def _add_gradients_of_chunk(
+def _add_chunk(  # a function, because a loop would keep the last chunk's logits until it has the next one's
     rounded_CD: Tensor,
     targets_C: Tensor,
-    partition_C: Tensor,
-    nats_C: Tensor,
-    both_C: Tensor,
+    share_C: Tensor,
+    z_factor: float,
     rounded_PD: Tensor,
-    grad_VD: Tensor | None,
     vocab_size: int,
-) -> Tensor:
-    """Return the gradient of what the head has read, and add the chunk's share to the weight's, if it has one.
-
-    `nats_C` are the gradients of the cross entropies, `both_C` their sums with those of the log-partitions.
-    """
-    slopes_CP = F.linear(rounded_CD, rounded_PD).float()
-    slopes_CP.sub_(partition_C[:, None]).exp_().mul_(both_C[:, None])  # of the softmax
-    slopes_CP[:, vocab_size:] = 0.0
-    slopes_CP.scatter_add_(1, targets_C[:, None], -nats_C[:, None])
-    rounded_CP = slopes_CP.to(rounded_PD.dtype)
-    if grad_VD is not None and rounded_CP.dtype == grad_VD.dtype:
-        grad_VD.addmm_(rounded_CP[:, :vocab_size].T, rounded_CD)
-    elif grad_VD is not None:
-        grad_VD += (rounded_CP.T @ rounded_CD)[:vocab_size]
-    return rounded_CP @ rounded_PD
+    grad_CD: Tensor | None,
+    grad_VD: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return each token's cross entropy and log-partition; write its gradient, and add the chunk's to the weight's."""
+    logits_CP = F.linear(rounded_CD, rounded_PD).float()
+    logits_CV, target_C1 = logits_CP[:, :vocab_size], targets_C[:, None]
+    chosen_C = logits_CV.gather(1, target_C1)[:, 0]
+    highest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    sum_C = logits_CV.sub_(highest_C1).exp_().sum(dim=1)
+    partition_C = sum_C.log() + highest_C1[:, 0]
+    if grad_CD is not None:
+        logits_CV.mul_((share_C * (1 + 2 * z_factor * partition_C) / sum_C)[:, None])
+        logits_CV.scatter_add_(1, target_C1, -share_C[:, None])
+        logits_CP[:, vocab_size:] = 0.0
+        rounded_CP = logits_CP.to(rounded_PD.dtype)
+        grad_CD.copy_(rounded_CP @ rounded_PD)
+        if grad_VD is not None and rounded_CP.dtype == grad_VD.dtype:
+            grad_VD.addmm_(rounded_CP[:, :vocab_size].T, rounded_CD)
+        elif grad_VD is not None:
+            grad_VD += (rounded_CP.T @ rounded_CD)[:vocab_size]
+    return partition_C - chosen_C, partition_C

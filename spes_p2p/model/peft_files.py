@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spes_p2p.config import AdapterConfig, AdapterTarget, RunConfig
+from spes_p2p.config import TARGETS, AdapterConfig, AdapterTarget, RunConfig
 from spes_p2p.errors import ConfigError, DataError, one_line
-from spes_p2p.model.adapted import TARGETS, Base, InitialFactors
+from spes_p2p.model.adapted import Base, InitialFactors
 from spes_p2p.model.export import Shards, on_disk_names, write_settings, written_folder
 from spes_p2p.model.frozen import GATE_UP, WEIGHT_NAMES
 from spes_p2p.model.lora import A, B
@@ -257,7 +257,7 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
     targets = factors.adapter.targets
     name, _, commit = (base, "", "") if Path(base).is_absolute() else base.partition("@")
     modules = [part for part, target in TARGETS.items() if target in targets]
-    ends = {weight.rpartition(".")[2] for weight in factors.weights}
+    ends = {weight.rpartition(".")[2] for weight in factors.weights if EXPERTS not in weight}
     has_experts = any(EXPERTS in weight for weight in factors.weights)
     return {
         "peft_type": "LORA",

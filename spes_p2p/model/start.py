@@ -5,6 +5,7 @@ Shape legend: E experts, O output features, I input features of one expert's wei
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -19,11 +20,12 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spes_p2p.config import FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, RunConfig, StartConfig
 from spes_p2p.config.checkpoint import Generation
 from spes_p2p.errors import ConfigError, DataError, one_line
-from spes_p2p.model.build import hf_config, model_class
+from spes_p2p.model.build import hf_config, model_class, own_settings, tensor_counts
 from spes_p2p.model.export import GENERATION, IN_MEMORY
 from spes_p2p.model.frozen import GATE_UP
 from spes_p2p.model.safetensor_files import SafetensorFiles, read_config
@@ -67,7 +69,8 @@ def model_of(source: Path) -> ModelConfig:
     """
     config = read_config(source)
     check_family(source, config, FAMILIES)
-    family, rope = FAMILIES[config.model_type], config.rope_parameters or {}
+    family = FAMILIES[config.model_type]
+    rope: dict[str, Any] = {"rope_theta": 1e4} if family.is_carried else config.rope_parameters or {}
     num_experts = 0 if family.is_dense else getattr(config, family.num_experts)
     if num_experts > MAX_START_SLOTS:
         raise ConfigError(
@@ -93,6 +96,7 @@ def model_of(source: Path) -> ModelConfig:
             slots=[NO_DIGEST] * num_experts,
             kept=[NO_DIGEST] * num_experts,
             generation=_generation(source),
+            **(_carried(source, config, fields) if family.is_carried else {}),
         )
         model = ModelConfig(
             family=config.model_type,
@@ -114,6 +118,13 @@ def model_of(source: Path) -> ModelConfig:
             f"{source}: config.json has settings that no run can have: {one_line(error)}; give --from another "
             f"checkpoint"
         ) from error
+    _check_lossless(source, config, model)
+    return model
+
+
+def _check_lossless(source: Path, config: PretrainedConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if a run's model differs from a checkpoint's in a setting that the stock model reads."""
+    fields = effective(config)
     built = hf_config(model, config.vocab_size, 1)
     after = effective(built)
     for name in sorted(fields.keys() - OWN_LOSSES):
@@ -122,7 +133,20 @@ def model_of(source: Path) -> ModelConfig:
                 f"{source}: config.json sets {name}={getattr(config, name)!r}, where a run has "
                 f"{getattr(built, name, None)!r}; give --from a checkpoint that agrees"
             )
-    return model
+
+
+def _carried(source: Path, config: PretrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration that the manifest carries, and the tensors of its model.
+
+    Raises:
+        ConfigError: no run trains such a model.
+    """
+    for name, value in fields.items():
+        if value and (name.endswith(("dropout", "pdrop")) or name == "use_bidirectional_attention"):
+            raise ConfigError(f"{source}: config.json sets {name}={value!r}, which no run has; give --from another")
+    with torch.device("meta"):
+        module = model_class(config.model_type)(copy.deepcopy(config))
+    return {"config": fields, "tensors": tensor_counts(module)}
 
 
 def _generation(source: Path) -> dict[str, Any]:
@@ -146,7 +170,7 @@ def _is_plain(setting: dict[str, Any]) -> bool:
 
 def check_family(source: Path, config: PretrainedConfig, families: Iterable[str]) -> None:
     """Raise ConfigError if a checkpoint is not of one of these families, or has quantised weights."""
-    classes = {kind: f"{FAMILIES[kind].stock}ForCausalLM" for kind in families}
+    classes = {kind: str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]) for kind in families}
     found = classes.get(config.model_type, "")
     architecture = (config.architectures or [found or f"a model of type {config.model_type!r}"])[0]
     if not found or found.lower() != architecture.lower():  # the first Llama was spelled LLaMA
@@ -173,6 +197,8 @@ def effective(config: PretrainedConfig) -> dict[str, Any]:
     Raises:
         ConfigError: there are no such position embeddings.
     """
+    if FAMILIES[config.model_type].is_carried:
+        return {name: value for name, value in config.to_dict().items() if name in own_settings(type(config))}
     found = {name: getattr(config, name, None) or None for name in _names_read(config.model_type)}
     found = {name: value for name, value in found.items() if not callable(value)}
     found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
@@ -189,6 +215,14 @@ def effective(config: PretrainedConfig) -> dict[str, Any]:
             f"config.json ({one_line(error)}); give --from another checkpoint"
         ) from error
     return found | {"rope_parameters": (rotary.rope_type, rotary.attention_scaling, rotary.inv_freq.tolist())}
+
+
+def another_checkpoint(source: Path, name: str) -> ConfigError:
+    """Return the error for a checkpoint of which something has another digest than the run's."""
+    return ConfigError(
+        f"{source} is not the checkpoint that the run starts from: its {name} is another; drop --from, and peers send "
+        f"the weights"
+    )
 
 
 class StartWeights:

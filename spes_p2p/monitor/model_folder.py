@@ -19,7 +19,6 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -36,11 +35,10 @@ from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.peft_files import Factors, save_adapter, save_merged
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.model.start import StartWeights
+from spes_p2p.monitor.credit import seen
 from spes_p2p.monitor.events import METRICS_FILE, replay
 from spes_p2p.planner.tables import params_text
-from spes_p2p.presentation import printable, problem_of
-from spes_p2p.swarm.chain import Link
-from spes_p2p.swarm.consensus import CERTIFICATES, FOLDER
+from spes_p2p.presentation import printable
 from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, versions_in
 from spes_p2p.swarm.exchange.versions import MANIFEST, TOKENIZER, Version
 from spes_p2p.swarm.manifest import REVISION_FILE, Manifest, kept_revisions, read_manifest
@@ -133,17 +131,6 @@ class ModelFolder:
     def total_rounds(self) -> int:
         """Return the run's rounds, as its founder's newest revision has left them."""
         return kept_revisions(self.manifest, self.document, self.folder / REVISION_FILE)[-1].config.round.total
-
-    def members(self, round: int) -> set[str]:
-        """Return the peers whose training the certificates in this folder name, until a round."""
-        path = self.folder / FOLDER / CERTIFICATES
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        try:
-            bodies = [Link.model_validate_json(line).certificate.body for line in lines if line.endswith(b"\n")]
-        except ValidationError as error:
-            log.warning("%s is damaged: %s; the model card names fewer contributors", path, problem_of(error))
-            return set()
-        return {member.peer_id for body in bodies if body.round <= round for member in body.members if member.tokens}
 
     def choose(self, round: int | None) -> tuple[int, dict[VectorName, OnDisk]]:
         """Return a round, by default the newest, and the version of each vector of its model.
@@ -407,7 +394,7 @@ def _damaged(each: OnDisk) -> DataError:
 
 def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> str:
     """Return the text of README.md. Names that other people chose stand in it as code, without control characters."""
-    tokens, losses, reporters = _history(source, exported.round, held_out)
+    tokens, losses = _history(source, exported.round, held_out)
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["code"] = _code
     template = environment.from_string((resources.files("spes_p2p.monitor") / "model_card.md").read_text("utf-8"))
@@ -419,7 +406,7 @@ def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> st
         total_rounds=source.total_rounds(),
         tokens=tokens,
         losses=losses,
-        contributors=sorted(source.members(exported.round) | reporters),
+        credit=seen(source.folder),
         version=__version__,
         code=_code,
         params_text=params_text,
@@ -427,9 +414,9 @@ def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> st
     )
 
 
-def _history(source: ModelFolder, round: int, held_out: float | None) -> tuple[str, list[str], set[str]]:
-    """Return what a folder knows of tokens, of losses and of the peers that reported until a round."""
-    tokens, losses, reporters = UNKNOWN, [], set()
+def _history(source: ModelFolder, round: int, held_out: float | None) -> tuple[str, list[str]]:
+    """Return what a folder knows of tokens and losses until a round."""
+    tokens, losses = UNKNOWN, []
     if (own := source.tokens.get(round)) is not None:
         tokens = f"{own:,} by the one peer whose folder this was exported from; the swarm's are not known there"
     path = source.folder / METRICS_FILE
@@ -441,12 +428,11 @@ def _history(source: ModelFolder, round: int, held_out: float | None) -> tuple[s
         else:
             tokens = f"{view.tokens_until(round):,}, as {len(view.rounds)} rounds' reports say"
             held_out = view.held_out.get(round) if held_out is None else held_out
-            reporters = {peer for (number, peer), report in view.reports.items() if number <= round and report.tokens}
             if round in view.rounds and math.isfinite(loss := view.rounds[round].loss):
                 losses.append(f"Training loss in this round: {loss:.4f} nats per token")
     if held_out is not None and math.isfinite(held_out):
         losses.insert(0, f"Held-out loss: {held_out:.4f} nats per token")
-    return tokens, losses or [f"Loss: {UNKNOWN}"], reporters
+    return tokens, losses or [f"Loss: {UNKNOWN}"]
 
 
 def _by_round(rounds: Mapping[int, int]) -> str:

@@ -7,10 +7,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic
+from spes_p2p.monitor.credit import seen
 from spes_p2p.monitor.events import METRICS_FILE, read_events, replay
 from spes_p2p.monitor.page.server import static
 from spes_p2p.monitor.page.snapshot import MAX_EVENTS, PageState, in_words, sections_of
@@ -33,6 +35,7 @@ def write_report(
     """
     metrics = directory / METRICS_FILE
     view, run = replay(metrics)
+    view = replace(view, settled=seen(directory))
     told = tuple((round(event["time"]), words) for event in read_events(metrics) if (words := in_words(event)))
     state = PageState(view, run, facts=facts or {}, baselines=baselines or {})
     path = directory / REPORT_FILE

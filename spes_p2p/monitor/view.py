@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from statistics import median, median_low
+from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
+from spes_p2p.monitor.credit import SETTLED_AFTER, Credit, cap_of, counted, of_voters
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.claims import coverage
 from spes_p2p.swarm.records import Claim, Metrics, Progress
@@ -29,8 +30,6 @@ MAX_LOSS = 100.0
 MAX_TOKENS = 10**12
 MAX_TOKENS_PER_SECOND = 1e9
 MAX_ROUND_SECONDS = 1e6
-WEIGHT_CAP = 4
-"""A member's tokens count for at most this many times the median of the voters'."""
 KEPT_ROUNDS = 8
 """Newest rounds whose reports a view keeps while it is folded; of older rounds it keeps the summaries. Rounds further
 ahead are a liar's. A page is open for weeks in the process that trains, and a report takes 3 KB."""
@@ -40,13 +39,15 @@ PHASES = ("train", "matchmaking", "averaging", "exchange", "other")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The unexpired records that count at DHT time `now`, by peer id, and the bodies of the last rounds, by round."""
+    """The unexpired records that count at DHT time `now`, by peer id, the bodies of the last rounds, by round,
+    and the names of peers' owners."""
 
     now: float
     claims: Mapping[str, Claim] = field(default_factory=dict)
     progress: Mapping[str, Progress] = field(default_factory=dict)
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
     bodies: Mapping[int, Body] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def look(swarm: HivemindSwarm) -> Snapshot:
@@ -57,7 +58,7 @@ def look(swarm: HivemindSwarm) -> Snapshot:
     Raises:
         OSError: the DHT is too slow, or its process has ended: what was read before says nothing of now.
     """
-    known, me = swarm.known(), swarm.peer_id
+    known, me = swarm.consensus.known(), swarm.peer_id
     claims, progress, metrics = (
         {
             peer: record
@@ -66,7 +67,7 @@ def look(swarm: HivemindSwarm) -> Snapshot:
         }
         for kind in (Claim, Progress, Metrics)
     )
-    return Snapshot(swarm.now(), claims, progress, metrics, swarm.consensus.bodies())  # type: ignore[arg-type]
+    return Snapshot(swarm.now(), claims, progress, metrics, swarm.consensus.bodies(), swarm.names())  # type: ignore[arg-type]
 
 
 class Sample(NamedTuple):
@@ -149,6 +150,15 @@ class SwarmView:
     """Those whose certificates this peer has seen, ascending."""
     bodies: Mapping[int, Body] = field(default_factory=dict)
     """Of the last rounds, by round."""
+    settled: Credit = field(default_factory=Credit)
+    """Of the rounds before the last ones."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Of peers' owners, by peer id."""
+
+    @cached_property
+    def credit(self) -> Credit:
+        """Tokens that counted, by peer."""
+        return self.settled.plus(self.bodies.values(), names=self.names)
 
     @cached_property
     def active(self) -> tuple[PeerView, ...]:
@@ -258,6 +268,8 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
         reports={key: report for key, report in reports.items() if key[0] in near},
         rounds=rounds if changed else view.rounds,
         bodies=bodies,
+        settled=view.settled.plus(bodies.values(), published - SETTLED_AFTER, snapshot.names),
+        names=snapshot.names or view.names,
     )
 
 
@@ -300,11 +312,10 @@ def summarise(body: Body, reports: Sequence[Metrics]) -> RoundSummary:
     """Return the summary of a round: what its certificate says, and what of the reports is of its members."""
     tokens = {member.peer_id: member.tokens for member in body.members}
     trained = {peer: count for peer, count in tokens.items() if count}
-    cap = WEIGHT_CAP * median_low(_of_voters(body, trained)) if trained else 0
-    total = sum(min(count, cap) for count in tokens.values())  # guard: min(count, cap) -> count
-    counted = {report.peer_id: report for report in reports if report.peer_id in tokens}  # guard: always
-    losses = {peer: report.loss for peer, report in counted.items() if peer in trained and report.loss is not None}
-    heard, digests = _of_voters(body, counted), Counter(report.shared_digest for report in counted.values())
+    cap, total = cap_of(body), sum(counted(body).values())
+    heard_of = {report.peer_id: report for report in reports if report.peer_id in tokens}  # guard: always
+    losses = {peer: report.loss for peer, report in heard_of.items() if peer in trained and report.loss is not None}
+    heard, digests = of_voters(body, heard_of), Counter(report.shared_digest for report in heard_of.values())
     seconds = median(map(wall_seconds, heard)) if heard else 0.0
     return RoundSummary(
         round=body.round,
@@ -312,20 +323,14 @@ def summarise(body: Body, reports: Sequence[Metrics]) -> RoundSummary:
         tokens=total,
         seconds=seconds,
         tokens_per_second=total / seconds if seconds else math.nan,
-        loss=median(_of_voters(body, losses)) if losses else math.nan,
-        agreement=max(digests.values()) / len(counted) if counted else math.nan,
+        loss=median(of_voters(body, losses)) if losses else math.nan,
+        agreement=max(digests.values()) / len(heard_of) if heard_of else math.nan,
         phases={phase: median(phase_seconds(each)[phase] for each in heard) if heard else 0.0 for phase in PHASES},
         sync_share=median(map(sync_share, heard)) if heard else math.nan,
-        dropped=sum(min(report.dropped, 4097) for report in counted.values()),
-        stale_rounds=max((min(report.stale_rounds, body.round) for report in counted.values()), default=0),
+        dropped=sum(min(report.dropped, 4097) for report in heard_of.values()),
+        stale_rounds=max((min(report.stale_rounds, body.round) for report in heard_of.values()), default=0),
         cap=cap,
     )
-
-
-def _of_voters(body: Body, stated: Mapping[str, T]) -> list[T]:
-    """Return what voters state; what all state if no voter does."""
-    # guard: return list(stated.values())
-    return [each for peer, each in stated.items() if peer in body.voters] or list(stated.values())
 
 
 def phase_seconds(report: Metrics) -> dict[str, float]:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
@@ -21,7 +21,8 @@ from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.data.conversations import Prompt
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.adapted import Base
-from spes_p2p.model.loss import greedy_continuation, held_out_loss, token_ids
+from spes_p2p.model.loss import held_out_loss, token_ids
+from spes_p2p.model.sampling import sampled_continuation
 from spes_p2p.monitor.view import Sample, SwarmView, fold, look
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
@@ -192,7 +193,7 @@ class Archive:
         return HeldOut(fmean(found.values()), {name: loss for name, loss in found.items() if name}) if found else None
 
     def samples(self) -> tuple[Sample, ...]:
-        """Reply to the beginnings of conversations, or continue the first held-out sequence, greedily."""
+        """Reply to the beginnings of conversations, or continue the first held-out sequence."""
         if not self._batches or self._decode is None:
             return ()
         try:
@@ -210,18 +211,20 @@ class Archive:
         tokens_T = token_ids(marked_T)
         split = min(PROMPT_TOKENS, len(tokens_T) // 2)
         prompt_T, truth_T = tokens_T[:split], tokens_T[split : split + SAMPLE_TOKENS]
-        text = greedy_continuation(self._model.module, prompt_T, num_tokens=len(truth_T), seconds=SAMPLE_SECONDS)
+        text = self._sampled(prompt_T, len(truth_T))
         return Sample(*(self._decode(tokens) for tokens in (prompt_T.tolist(), text, truth_T.tolist())))
+
+    def _sampled(self, prompt_T: Tensor, most: int, ends: Collection[int] = ()) -> list[int]:
+        """Draw as `spes chat` does, in each round from the same seed, so that only the model differs."""
+        torch.manual_seed(0)
+        limits = {"max_new_tokens": most, "max_time": SAMPLE_SECONDS}
+        return sampled_continuation(self._model.module, prompt_T, ends=ends, **limits)
 
     def _reply(self, prompt: Prompt) -> Sample:
         assert self._decode is not None
-        ids = greedy_continuation(
-            self._model.module,
-            torch.tensor(prompt.ids),
-            num_tokens=min(REPLY_TOKENS, self._run.data.sequence_length - len(prompt.ids)),
-            seconds=SAMPLE_SECONDS,
-            ends={prompt.end_of_text, *(start.end_tokens if (start := self._run.model.start) else ())},
-        )
+        own_ends = start.end_tokens if (start := self._run.model.start) else ()
+        most = min(REPLY_TOKENS, self._run.data.sequence_length - len(prompt.ids))
+        ids = self._sampled(torch.tensor(prompt.ids), most, {prompt.end_of_text, *own_ends})
         reply = Sample(self._decode(prompt.ids), self._decode(ids), prompt.truth)
         log.info("round %d: %s -> %s", self.round, reply.prompt[-LOGGED_CHARACTERS:], reply.text[:LOGGED_CHARACTERS])
         return reply

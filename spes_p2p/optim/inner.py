@@ -120,7 +120,11 @@ class Rule:
         self._keys = dict(keys)
         self._decays = dict(decays)
         self._is_biased = is_biased
-        optimizer.param_groups.clear()  # torch requires one group at construction
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """Torch's only group of parameters: one launch steps them all."""
+        return self.optimizer.param_groups[0]
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -245,26 +249,29 @@ def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) ->
     decays = {"exp_avg": train.beta1, "exp_avg_sq": train.beta2}
     settings: dict[str, Any] = {"lr": train.lr, "betas": tuple(decays.values()), "weight_decay": train.weight_decay}
     both = {kind: kind for kind in (*MOMENTS, "step")}
-    none: list[dict[str, Any]] = [{"params": []}]
     options: dict[str, Any]
     if name == "lamb":
-        return (Rule(Lamb(none, {"eps": train.eps, **settings}), both, decays),)
+        return (Rule(Lamb(_no_params(), {"eps": train.eps, **settings}), both, decays),)
     if name == "adamw8bit":
-        optimizer = adamw8bit(device)(none, eps=train.eps, **settings)
+        optimizer = adamw8bit(device)(_no_params(), eps=train.eps, **settings)
         first = {"exp_avg": "state1", "exp_avg_absmax": "absmax1"}
         second = {"exp_avg_sq": "state2", "exp_avg_sq_absmax": "absmax2"}
         return (BlockwiseRule(optimizer, first | second | {"step": "step"}, decays),)
-    adamw = Rule(torch.optim.AdamW(none, eps=train.eps, fused=True, **settings), both, decays)
+    adamw = Rule(torch.optim.AdamW(_no_params(), eps=train.eps, fused=True, **settings), both, decays)
     if name != "muon":
         return (adamw,)
     options = {"lr": train.lr, "momentum": train.beta1, "weight_decay": train.weight_decay}
     make = torch.optim.Muon if device.type == "cuda" else Fp32Muon
-    muon = make(none, adjust_lr_fn="match_rms_adamw", **options)  # so that train.lr keeps its meaning
+    muon = make(_no_params(), adjust_lr_fn="match_rms_adamw", **options)  # so that train.lr keeps its meaning
     return (MuonRule(muon, {"exp_avg": "momentum_buffer"}, {"exp_avg": train.beta1}, is_biased=False), adamw)
 
 
+def _no_params() -> list[dict[str, Any]]:
+    return [{"params": []}]
+
+
 class InnerOptimizer:
-    """AdamW, or another optimizer by name, with one group for the shared parameters and one per claimed slot.
+    """AdamW, or another optimizer by name, of the shared parameters and of those of each claimed slot.
 
     Weight decay acts on every parameter, embeddings and norms too, as in SPES. Removing a slot returns its state as
     plain tensors; another peer that adds the slot with them continues bit for bit. Parameters are held by reference;
@@ -326,8 +333,7 @@ class InnerOptimizer:
             return norm.item()
         clip_grads_with_norm_(params, self._clip_norm, norm)
         for rule in self._rules:
-            for param_group in rule.optimizer.param_groups:
-                param_group["lr"] = lr
+            rule.group["lr"] = lr
             rule.optimizer.step()
         return norm.item()
 
@@ -349,10 +355,8 @@ class InnerOptimizer:
         if self._gradient_dtype is not None:
             for param in params.values():
                 param.grad_dtype = self._gradient_dtype
-        for rule in self._rules:
-            own = [param for name, param in params.items() if self._rule(name, param) is rule]
-            if own:
-                rule.optimizer.add_param_group({"params": own, "name": group})
+        for name, param in params.items():
+            self._rule(name, param).group["params"].append(param)
 
     def _rule(self, name: str, param: Parameter) -> Rule:
         return next(rule for rule in self._rules if rule.takes(name, param))
@@ -362,11 +366,11 @@ class InnerOptimizer:
         group = _group_name(slot)
         params = self._groups.pop(group)
         payload = self._state_of(params)
+        gone = set(params.values())
         for rule in self._rules:
-            optimizer = rule.optimizer
-            optimizer.param_groups = [entry for entry in optimizer.param_groups if entry["name"] != group]
-            for param in params.values():
-                optimizer.state.pop(param, None)
+            rule.group["params"] = [param for param in rule.group["params"] if param not in gone]
+            for param in gone:
+                rule.optimizer.state.pop(param, None)
         return payload
 
     def moments(self, group: str, kinds: Sequence[str]) -> list[dict[str, Tensor]]:

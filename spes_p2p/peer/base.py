@@ -7,10 +7,10 @@ from pathlib import Path
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.data.hub import checkpoint_folder
-from spes_p2p.errors import AbsentError, ConfigError
+from spes_p2p.errors import AbsentError
 from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, base_name, encode_base
 from spes_p2p.model.build import outline
-from spes_p2p.model.start import StartWeights
+from spes_p2p.model.start import StartWeights, another_checkpoint
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
@@ -63,10 +63,7 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
     for slot, expected in lacking.items():
         document = encode_base(base, layout, slot)
         if digest(document) != expected:  # guard: never
-            raise ConfigError(
-                f"{source} is not the checkpoint that the run starts from: its {base_name(slot)} is another; drop "
-                f"--from, and peers send the weights"
-            )
+            raise another_checkpoint(source, base_name(slot))
         swarm.keep_document(base_name(slot), document)
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, PeerConfig, RunConfig
+from spes_p2p.config import JoinLink, KeptRounds, PeerConfig, RunConfig
 from spes_p2p.config.changes import check_kept_settings
 from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
@@ -52,6 +52,8 @@ from spes_p2p.swarm.manifest import (
     fetch_manifest,
     guest_list,
     kept_revisions,
+    link_addresses,
+    link_of,
     publish_manifest,
     read_manifest,
 )
@@ -59,12 +61,12 @@ from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.introductions import called_back
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, check_port, is_loopback
+from spes_p2p.swarm.p2p.node import COPIED, ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
-from spes_p2p.swarm.p2p.port_map import mapped_port
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port, mapped_port
 from spes_p2p.swarm.promises import PromiseFile
-from spes_p2p.swarm.records import MAX_CLAIMED, Claim
-from spes_p2p.training.anchors import Anchors
+from spes_p2p.swarm.records import MAX_CLAIMED, Claim, ManifestRecord, Progress
+from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.ranks import Ranks
 
@@ -121,18 +123,18 @@ class Joined(NamedTuple):
 @contextlib.contextmanager
 def joined(config: PeerConfig, kept: Kept) -> Iterator[Joined]:
     """Be in the swarm, with its manifest; leave it in the end, whatever happens."""
-    if config.initial_peers and config.run is not None:
-        raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
-    if config.initial_peers and config.adapter is not None:
-        raise ConfigError("whether a run trains adapters is in its manifest; drop --adapter, or --initial-peers")
+    if (config.run is not None or config.adapter is not None) and not (config.founds or config.resume):
+        raise ConfigError(
+            "settings of the run come from its manifest; drop --run.* and --adapter, or found a run with --config"
+        )
     if config.client_mode and not (config.initial_peers or config.resume):
         raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
     if config.map_port and (not config.port or config.announce or config.client_mode):
         raise ConfigError("--map-port forwards the port of --port; set --port, and drop --announce, --client-mode")
     run = config.run or (kept.runs[-1] if kept.runs else RunConfig())
-    if not (config.initial_peers or config.start_from):
+    if (config.run is not None or not config.initial_peers) and not config.start_from:
         check_choices(config, run)
-    founded = None if config.initial_peers or config.resume else founder_settings(config, run)
+    founded = founder_settings(config, run) if config.founds else None
     with _with_port(config) as config, contextlib.closing(_swarm(config)) as swarm:
         if swarm.node.meets_others:
             swarm.links.learn_kind()
@@ -167,7 +169,12 @@ def _swarm(config: PeerConfig) -> HivemindSwarm:
         listen=listen,
         seen=None if config.client_mode or is_told else partial(as_seen, listen),
     )
-    return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
+    return HivemindSwarm(
+        *(node, config.output / "versions"),
+        uplink_mbit=config.uplink_mbit,
+        trains_alone=config.alone,
+        name=config.owner_name,
+    )
 
 
 def as_seen(listen: ListenConfig, node: Node) -> ListenConfig:
@@ -179,7 +186,7 @@ def as_seen(listen: ListenConfig, node: Node) -> ListenConfig:
     if not can_be_called:
         log.warning(
             "other peers cannot open a connection to this one: %s. It calls them instead, trains and averages, and "
-            "they fetch what it publishes over its connections",
+            "they fetch what it publishes over its connections (docs/trouble.md#client-mode)",
             why_unreachable(listen.host, node.port),
         )
         return replace(listen, announce=(), client_mode=True)
@@ -257,7 +264,7 @@ def kept(config: PeerConfig) -> Kept:
             f"set --run-id to its run, or name another --output"
         ) from error
     check_founder(manifest, config.founder)
-    if config.run is not None and not config.initial_peers:
+    if config.run is not None:
         check_kept_settings(config.run, runs, config.output)
     return Kept(manifest, found, runs)
 
@@ -270,6 +277,11 @@ def _manifest(
 ) -> Manifest:
     """Return the run's manifest: the founder's own, the swarm's, or the one kept from before a restart."""
     if founded is not None:
+        if config.initial_peers and swarm.read(ManifestRecord):  # guard: never
+            raise ConfigError(
+                f"run {config.run_name!r} is there already; drop --config, --run.* and --adapter to join it, or choose "
+                f"another --run-id"
+            )
         run, tokenizer = founded
         document = tokenizer_bytes(tokenizer)
         manifest = Manifest(
@@ -283,11 +295,10 @@ def _manifest(
         )
         check_founder(manifest, config.founder)
         return publish_manifest(swarm, manifest, document)
-    if not config.initial_peers:
-        assert kept is not None
-        return kept
     if kept is not None:
-        check_kept(swarm, kept, config.output)
+        comes_first = kept.founder == swarm.peer_id and swarm.read(ManifestRecord).keys() <= {swarm.peer_id}
+        if config.initial_peers and not comes_first:
+            check_kept(swarm, kept, config.output)
         return kept
     manifest, document = fetch_manifest(swarm, config.founder)
     ask_to_read(manifest, len(document), yes=config.yes, paths=config.shards)
@@ -311,7 +322,7 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and get_dht_time() < ends_at and not swarm.wait(LOOK_SECONDS):
         if node.own_record_ends_at(Claim) > ends_at:  # guard: never
-            raise ConfigError(f"identity {node.identity.path} is in use by another peer; give each its own")
+            raise ConfigError(f"identity {node.identity.path} is in use by another peer; give each its own ({COPIED})")
 
 
 def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, founds: bool) -> Joined:
@@ -352,7 +363,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, *, foun
     revisions = Revisions(swarm, manifest, config.output / REVISION_FILE)
     revisions.look()
     _say_what(swarm, manifest, size, max_slots, config)
-    _say_cost(swarm, size, min(max_slots, run.num_slots), setup, config)
+    _say_cost(swarm, run, size, min(max_slots, run.num_slots), setup, config)
     link = write_link(config, swarm, manifest)
     _say_link(config, link, config.flags_of_others(run), founds=founds)
     if (data_seed := config.data_seed) is None:
@@ -389,11 +400,6 @@ def _say_link(config: PeerConfig, link: JoinLink, needs: str, *, founds: bool) -
     log.info("or, in full: spes peer --run-id %s --initial-peers %s%s", link.founded, addresses, needs)
 
 
-def link_addresses(swarm: HivemindSwarm) -> list[str]:
-    """Return the addresses by which others join."""
-    return [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
-
-
 def own_invite(text: str) -> str:
     """Return the invite that a text is, or that the file has which it names: alone, or in a link.
 
@@ -414,12 +420,7 @@ def own_invite(text: str) -> str:
 
 def write_link(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:
     """Write the run's link, which names a recent certificate, and the founder's for friends; return the first."""
-    link = JoinLink(
-        run_id=manifest.run_id,
-        founder=manifest.founder,
-        addresses=tuple(link_addresses(swarm)),
-        recent=swarm.consensus.recent(),
-    )
+    link = link_of(swarm, manifest)
     with write_atomic(config.output / LINK_FILE) as stream:
         stream.write(f"{link.encode()}\n".encode())
     if swarm.peer_id == manifest.founder:
@@ -465,21 +466,26 @@ def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
     return config.max_slots
 
 
-def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setup, kept: KeptRounds) -> None:
+def _say_cost(
+    swarm: HivemindSwarm, run: RunConfig, size: ModelSize, max_slots: int, setup: Setup, kept: KeptRounds
+) -> None:
     """Say what taking part costs this machine, before it does."""
     claims: Mapping[str, Claim] = swarm.read(Claim)  # type: ignore[assignment]
     num_peers = max(2, len(claims) + 1)
     traffic = round_traffic(size, max_slots, num_peers, setup)
-    download = 0
-    if SHARED not in swarm.versions() and any(claim.state == "active" for claim in claims.values()):
+    at_first = ""
+    is_begun = any(each.round for each in swarm.read(Progress).values())  # type: ignore[attr-defined]
+    fetches = SHARED not in swarm.versions() and (is_begun or bool(start_digests(run)))  # else it makes the start
+    if fetches and any(claim.state == "active" for claim in claims.values()):
         download = newcomer_bytes(size, max_slots, setup)
+        at_first = f", and downloads {size_text(download)} at first"
         show_download(swarm, download)
     log.info(
-        "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
-        "about %s and receives as much, %s in all",
+        "it needs %s of memory and up to %s of disk%s; in a round of %d peers like it, it sends about %s and "
+        "receives as much, %s in all",
         size_text(peer_bytes(size, max_slots, with_programs(setup))),
         size_text(disk_bytes(size, max_slots, kept.keep_last, setup)),
-        size_text(download),
+        at_first,
         num_peers,
         size_text(traffic.total),
         size_text(2 * traffic.total),

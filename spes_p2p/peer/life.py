@@ -21,8 +21,8 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
-from spes_p2p.errors import DataError
-from spes_p2p.monitor.page.server import check_place
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.monitor import credit
 from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
@@ -32,7 +32,7 @@ from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import TOKENIZER, Manifest
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Found, PeerCheckpoint, Saved
@@ -54,7 +54,7 @@ def _going_on(folder: Path) -> str:
 
 def main(config: PeerConfig) -> int:
     """Run a peer to the end of its run; return the exit code."""
-    check_ranks(os.environ, founds=not (config.initial_peers or config.resume))
+    check_ranks(os.environ, founds=config.founds)
     try:
         return run(config)
     except restart.DaemonDied as died:
@@ -80,7 +80,6 @@ def run(
         if not group.is_leader:
             return _obey(config, group, end)
         check_output(config.output, resume=config.resume, overwrite=config.overwrite)
-        check_place(config.page)
         with alone_in(config.output) if config.resume else fresh_output(config.output) as keep:
             controls = Controls(config.output)
             config = limited(config, controls.limits)
@@ -98,7 +97,7 @@ def run(
                     max_slots=entered.max_slots,
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
-                shown(config, entered.swarm, entered.revisions, controls) as page,
+                shown(config, entered, controls) as page,
                 restart.when_daemons_die(entered.swarm, end),
             ):
                 on_joined(entered.swarm.node.contacts())
@@ -169,6 +168,8 @@ def _train(
         end.prepare(partial(_hand_over, sync, run.round))
         has_version = SHARED in swarm.versions() or saved is not None
         initial = None if has_version else _initial(config, run, admission.manifest.vocab_size, sync, trainer)
+        if config.slots_by_data and not has_version:
+            sync.held.resume(_slots_by_data(trainer, initial, max_slots))
         gate = LossGate(trainer, sync, probe_BT1)
         loop = TrainingLoop(run, trainer, sync, gate=gate, checkpoint=checkpoint, intent=controls.intent)
         loop.amended = partial(_each_round, config, joined)
@@ -204,6 +205,8 @@ def _each_round(config: PeerConfig, joined: Joined) -> RunConfig | None:
     """Write the run's link with a recent certificate; return the settings if they have changed."""
     with contextlib.suppress(OSError, ValueError):  # a full disk, or no address now: the last link holds
         write_link(config, joined.swarm, joined.admission.manifest)
+    with contextlib.suppress(OSError):  # a full disk: the next round adds this one's, too
+        credit.keep(config.output, joined.swarm.consensus.bodies(), joined.swarm.names())
     return joined.revisions.look()
 
 
@@ -222,12 +225,31 @@ def _initial(
     source = own_copy(config.start_from) if run.adapter is None else config.adapter_folder
     if source is not None:
         bundles = StartBundles(run, vocab_size, source)
-        if config.initial_peers:
+        if not config.founds:
             bundles.check()  # now, before it waits for others; the founder has just read them
         return lambda: bundles
     if start_digests(run):
         return None
     return partial(build_initial, run, vocab_size, sync.anchors, trainer.layouts)
+
+
+def _slots_by_data(trainer: Trainer, initial: Callable[[], Mapping[VectorName, Tensor]] | None, most: int) -> list[int]:
+    """Return the slots that the run's start routes most of this peer's data to.
+
+    Raises:
+        ConfigError: this peer has no copy of the start, or the run has no slots.
+    """
+    if initial is None or not trainer.model.num_slots:
+        reason = "this run has no slots to choose" if initial else "it needs this machine's copy of the model (--from)"
+        raise ConfigError(f"--slots-by-data: {reason}; drop it")
+    vectors = initial()
+    for name in vectors:
+        trainer.load({name: vectors[name][: trainer.layouts[name.kind].numel]})
+    routed = trainer.routing_of_data()
+    chosen = sorted(routed, key=lambda slot: -routed[slot])[:most]
+    share = sum(map(routed.__getitem__, chosen)) / max(1, sum(routed.values()))
+    log.info("%.0f %% of this peer's data is routed to slots %s", 100 * share, slot_ranges(sorted(chosen)))
+    return chosen
 
 
 def _source(config: PeerConfig, run: RunConfig, manifest: Manifest) -> tuple[Callable[[int], TokenSource], LongTensor]:

@@ -15,13 +15,15 @@ from typing import Any
 import psutil
 
 from spes_p2p.config import PeerConfig
+from spes_p2p.monitor import credit
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, in_words
 from spes_p2p.monitor.page.verbs import Verbs
 from spes_p2p.monitor.view import SwarmView, fold, look
 from spes_p2p.peer.controls import Controls
-from spes_p2p.peer.joining import LINK_FILE
+from spes_p2p.peer.joining import LINK_FILE, Joined
+from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Revisions
@@ -34,7 +36,6 @@ LOOK_SECONDS = 1.5
 SLOW_SECONDS = 15.0
 """Pause between two counts of this process's memory, which look through all processes of the machine, and two looks at
 its connections."""
-ALONE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 
 
@@ -137,7 +138,7 @@ class PeerPage:
             stage, why = control["state"], control["reason"]
         if not stage and (words := self._swarm.consensus.waiting()):
             stage, why = "waiting", words
-        if not stage and watchdog.seconds_alone > ALONE_SECONDS:
+        if not stage and watchdog.seconds_alone > 10.0:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
         last = self._swarm.last()
         vote = "and votes" if self._swarm.peer_id in last.voters else "without a vote"
@@ -174,9 +175,7 @@ def _memory_bytes() -> int:
 
 
 @contextlib.contextmanager
-def shown(
-    config: PeerConfig, swarm: HivemindSwarm, revisions: Revisions, controls: Controls
-) -> Iterator[PeerPage | None]:
+def shown(config: PeerConfig, joined: Joined, controls: Controls) -> Iterator[PeerPage | None]:
     """Show this peer's page while the block runs; None with `--page off`.
 
     On a terminal it prints the link that carries the token of the verbs; a log is no place for a token.
@@ -187,15 +186,18 @@ def shown(
     if config.page == "off":
         yield None
         return
+    swarm, revisions = joined.swarm, joined.revisions
     run = revisions.run
     view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
-    facts = {"run_id": config.run_name, "config": run.model_dump(mode="json")}
+    active = run_size(run, joined.admission.manifest.vocab_size).active_params(run.model.top_k)
+    facts = {"run_id": config.run_name, "config": run.model_dump(mode="json"), "active_params": active}
     file = config.output / LINK_FILE
 
     def link() -> str:
         return file.read_text().strip() + config.flags_of_others(run) if file.exists() else ""
 
-    state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link())
+    view = replace(view, now=swarm.now(), settled=credit.kept(config.output))
+    state = PageState(view, facts, Own(swarm.peer_id, stage="joining"), link=link())
     verbs = Verbs(controls.act, config.output)
     page = Page(config.page, state, config.output, verbs)
     log.info("page: %s", page.address)

@@ -21,7 +21,7 @@ from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import check_attention, check_build, hf_config, outline
 from spes_p2p.model.peft_files import adapter_of, named_base
-from spes_p2p.model.start import StartWeights, over_checkpoint
+from spes_p2p.model.start import StartWeights, model_of, over_checkpoint
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import run_size
 from spes_p2p.planner.traffic import of_moments_round, round_traffic, rounds_for_links, transfer_seconds
@@ -48,7 +48,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     run = _on_files(config, run)
     cache = config.cache
-    source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
+    source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from, model_of)
     if source is not None:
         run = over_checkpoint(run, source).model_copy(update={"adapter": _adapter(config, run, hub_name)})
         check_choices(config, run)
@@ -74,7 +74,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         StartWeights(source, outline(run.model, len(tokenizer), run.data.sequence_length))
     if (folder := config.adapter_folder) is not None:
         run = with_adapter(run, len(tokenizer), folder)
-    run = _for_link(config, run, len(tokenizer))
+    run = for_link(config, run, len(tokenizer))
     num_bytes = len(json.dumps(run.model_dump(mode="json"))) + MANIFEST_ROOM
     if num_bytes > MAX_DOCUMENT_BYTES:  # no peer would fetch it
         raise ConfigError(
@@ -100,7 +100,7 @@ def _as_exported(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunConfi
     return run.model_copy(update={"model": model})
 
 
-def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
+def for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
     """Return a run that suits peers with the founder's uplink: its rounds are long enough, and a new model's peers send
     little where that makes rounds shorter. What the founder has set stays.
     """
@@ -131,7 +131,7 @@ def _link_rounds(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[R
     claimed = shared_out if config.max_slots == "auto" else config.max_slots
     setup = Setup.of(run, config, vocab_size)
     traffic = round_traffic(size, claimed, num_peers, setup)
-    moved = f"a round of {num_peers} peers moves {size_text(traffic.total)} each way"
+    moved = f"if {num_peers} peers take part, a round moves {size_text(traffic.total)} each way"
     if (uplink := config.uplink_mbit) is None:
         return run.round, moved
     least = transfer_seconds(traffic, uplink, uplink)

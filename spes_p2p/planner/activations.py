@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config import LOGIT_SETTINGS, ModelConfig
 
 WIDE = 4
 """Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
@@ -13,17 +13,12 @@ NARROW = {"fp32": 4, "bf16": 2}
 INDEX = 8
 """Bytes of an index."""
 LOGITS_BYTES = 2**28
-"""Most memory for logits and their gradients; microbatches with more have them computed in chunks."""
+"""Most memory for logits, which become their gradients; microbatches with more have them computed in chunks."""
 
 
-def head_rows(num_tokens: int, vocab_size: int, precision: Literal["fp32", "bf16"]) -> int | None:
-    """Return the tokens of a microbatch whose logits are in memory at once, or None for all.
-
-    A chunk has its log-softmax and gradients, and in bf16 a rounded copy.
-    """
-    if 3 * WIDE * vocab_size * num_tokens <= LOGITS_BYTES:
-        return None
-    return max(1, LOGITS_BYTES // (_chunk_bytes(precision) * vocab_size))
+def head_rows(num_tokens: int, vocab_size: int, precision: Literal["fp32", "bf16"]) -> int:
+    """Return the tokens of a microbatch whose logits, and in bf16 a rounded copy, are in memory at once."""
+    return max(1, min(num_tokens, LOGITS_BYTES // (_chunk_bytes(precision) * vocab_size)))
 
 
 def _chunk_bytes(precision: Literal["fp32", "bf16"]) -> int:
@@ -51,41 +46,39 @@ class Activations:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the forward pass keeps: `L layer + norm + 4 V` per token, with checkpointing `4 L D + ...`.
+        """Bytes that the forward pass keeps: `L layer + norm` per token, with checkpointing `4 L D + norm`.
 
-        Without `4 V` where logits are computed in chunks. Autocast also keeps rounded copies of the matrices of
-        attention, routers and the head.
+        Autocast also keeps rounded copies of the matrices of attention and routers.
         """
         layer = WIDE * self.model.hidden_size if self.checkpointing else self._layer()
-        logits = WIDE * self.vocab_size if self._head_rows is None else 0
-        per_token = self.model.num_layers * layer + self._norm() + logits
+        per_token = self.model.num_layers * layer + self._norm()
         return self.tokens * per_token + self._rounded_weights()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes at the peak of the backward pass.
+        """Bytes at the peak: at a chunk's logits, under autocast with the rounded head and its rounded gradient, or in
+        the backward pass of a layer, whose gradients take about what it has kept.
 
-        The peak is at the logits, with two gradients of their size, or the chunk's and under autocast the rounded
-        gradient of the head; or, if the vocabulary is small, in a layer, whose gradients take about what it has kept.
         With checkpointing the layer is also computed again, and a GPU stacks its experts.
         """
-        logits = WIDE * self.vocab_size
         per_token = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
         in_a_layer = self.tokens * per_token + self._stack()
-        if (rows := self._head_rows) is not None:
-            at_the_logits = min(rows, self.tokens) * _chunk_bytes(self.precision) * self.vocab_size
+        at_the_logits = 3 * self.tokens * WIDE * self.vocab_size  # and their softmax and its gradient
+        if not self._keeps_logits:
+            rows = head_rows(self.tokens, self.vocab_size, self.precision)
+            at_the_logits = rows * _chunk_bytes(self.precision) * self.vocab_size
             if self.precision == "bf16" and not self.has_frozen_base:
-                at_the_logits += NARROW["bf16"] * self.vocab_size * self.model.hidden_size
-            return self.kept_bytes + max(at_the_logits, in_a_layer)
-        return self.kept_bytes + max(self.tokens * 2 * logits, in_a_layer - self.tokens * logits)
+                at_the_logits += 2 * NARROW["bf16"] * self.vocab_size * self.model.hidden_size
+        return self.kept_bytes + max(at_the_logits, in_a_layer)
 
     @property
-    def _head_rows(self) -> int | None:
-        return head_rows(self.tokens, self.vocab_size, self.precision)
+    def _keeps_logits(self) -> bool:
+        start = self.model.start
+        return start is not None and any(start.config.get(name) for name in LOGIT_SETTINGS)
 
     def _norm(self) -> int:
-        """Return the last norm's bytes per token: its input, normalised input and output."""
-        return (2 * WIDE + NARROW[self.precision]) * self.model.hidden_size
+        """Return the last norm's bytes per token: its input, normalised input, and the gradient of its output."""
+        return 3 * WIDE * self.model.hidden_size
 
     def _layer(self) -> int:
         """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 10 K)`, F the keys' width.
@@ -128,7 +121,7 @@ class Activations:
         layer = 2 * width * (model.head_dim * model.num_heads + _key_width(model)) + model.num_experts * width
         layer += 3 * width * model.intermediate_size if model.is_dense else 0
         num_layers = 1 if self.checkpointing else model.num_layers
-        return NARROW[self.precision] * (num_layers * layer + self.vocab_size * width)
+        return NARROW[self.precision] * num_layers * layer
 
 
 def _key_width(model: ModelConfig) -> int:

@@ -385,7 +385,7 @@ def shortage(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, hos
         ways.append(f"save memory with {', '.join(flags)}")
     return (
         f"training {slots} needs {_gb(needed)}{where}, {_gb(needed - there)} more than the {_gb(there)} there are; "
-        f"{', or '.join([*ways, 'join a run with a smaller model'])}"
+        f"{', or '.join([*ways, 'join a run with a smaller model'])} (docs/trouble.md#memory)"
     )
 
 

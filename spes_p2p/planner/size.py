@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -52,6 +53,10 @@ class ModelSize:
     def total_params(self) -> int:
         """All that is trained by some peer, which versions and checkpoints hold."""
         return self.shared_params + self.num_slots * self.slot_params
+
+    def active_params(self, top_k: int) -> int:
+        """Return the parameters that one token uses, if it is routed to `top_k` experts."""
+        return self.shared_params + top_k * self.slot_params
 
     def trained_params(self, claimed: int) -> int:
         """Return the parameters that a peer with `claimed` slots trains."""
@@ -118,6 +123,11 @@ def _adapted_matrices(model: ModelConfig) -> Iterator[tuple[AdapterTarget, int, 
     """Yield the target, outputs, inputs and number of the matrices that may have adapters, experts' once for all."""
     width, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
     query_width, key_width = model.head_dim * model.num_heads, model.head_dim * model.num_kv_heads
+    if model.stock.is_carried and model.start is not None:
+        for each in model.start.tensors:
+            if each.kind == "attention" or each.kind == "mlp":
+                yield each.kind, each.shape[0], each.shape[-1], each.count
+        return
     yield "attention", query_width, width, layers
     yield "attention", key_width, width, 2 * layers
     yield "attention", width, query_width, layers
@@ -134,6 +144,11 @@ def _shared_tensors(model: ModelConfig, num_rows: int) -> Iterator[tuple[Kind, i
     width, layers = model.hidden_size, model.num_layers
     head_width = model.head_dim
     query_width, key_width = head_width * model.num_heads, head_width * model.num_kv_heads
+    if model.stock.is_carried and model.start is not None:
+        for each in model.start.tensors:
+            kind: Kind = each.kind if each.kind == "table" or each.kind == "vector" else "matrix"
+            yield kind, prod(each.shape), each.count
+        return
     yield "table", num_rows * width, 1 if model.tie_embeddings else 2
     yield "matrix", width * query_width, 2 * layers  # queries and output
     yield "matrix", width * key_width, 2 * layers  # keys and values

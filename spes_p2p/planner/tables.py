@@ -12,11 +12,15 @@ from spes_p2p.planner.memory import PeerMemory, Setup
 from spes_p2p.planner.size import ModelSize
 from spes_p2p.planner.traffic import (
     TRAINING_SHARE,
+    Course,
     RoundTraffic,
     least_training_seconds,
     training_seconds,
     transfer_seconds,
 )
+
+CHINCHILLA_TOKENS = 20
+"""Tokens per parameter that make the best model for its computation."""
 
 
 def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, vocab_size: int) -> Iterator[str]:
@@ -33,12 +37,11 @@ def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, voc
     if size.is_adapted:
         yield from _adapter_lines(run, size, setup, claimed)
         return
-    active = size.shared_params + model.top_k * size.slot_params
     if not size.num_slots:
         yield f"  {params_text(size.total_params)} parameters, of which every peer trains all by {setup.optimizer}"
         return
     yield (
-        f"  {params_text(size.total_params)} parameters, {params_text(active)} active: "
+        f"  {params_text(size.total_params)} parameters, {params_text(size.active_params(model.top_k))} active: "
         f"{params_text(size.shared_params)} shared, {size.num_slots} slots of {params_text(size.slot_params)}"
     )
     trained = size.trained_params(claimed)
@@ -92,7 +95,7 @@ def memory_lines(memory: PeerMemory) -> Iterator[str]:
 def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claimed: int) -> Iterator[str]:
     """Yield the peer's traffic in a round."""
     yield ""
-    yield f"{f'a round of {num_peers} such peers':<50}{'GB up':>10}{'GB down':>10}"
+    yield f"{f'a round of {num_peers} peers like it (--peers)':<50}{'GB up':>10}{'GB down':>10}"
     yield _row("averaging the shared parameters", traffic.shared, traffic.shared)
     yield _row("averaging slots with their other holders", traffic.slots, traffic.slots)
     yield _row("fetching others' slots, and serving its own", traffic.fetched, traffic.fetched)
@@ -106,7 +109,7 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
 def start_lines(download: int, disk: int, num_checkpoints: int) -> Iterator[str]:
     """Yield what a newcomer downloads before it trains, and what a peer keeps on disk; all in bytes."""
     yield ""
-    yield f"{'beside that':<50}{'GB':>10}"
+    yield f"{'also':<50}{'GB':>10}"
     yield _row("first download of a newcomer", download)
     yield _row(f"on disk, with {num_checkpoints} checkpoints, at most", disk)
 
@@ -118,13 +121,14 @@ def time_lines(
     links_mbit: tuple[float | None, float | None],
     tokens_per_second: float | None,
 ) -> Iterator[str]:
-    """Yield the longest time between two commits, and a round's least time, as far as links and speed are known.
+    """Yield the longest time between two saved rounds, and a round's least time, as far as links and speed are known.
 
     Of `traffic` the first is a round's mean, the second that of a round that carries the moments.
     """
     uplink, downlink = links_mbit
     yield ""
-    yield f"{'time between two commits, at most, if one attempt fails, s':<60}{run.round.commit_seconds:>8.0f}"
+    hours, minutes = divmod(round(run.round.commit_seconds / 60), 60)
+    yield f"longest time between two saved rounds: {f'{hours} h ' * bool(hours)}{minutes} min"
     if not uplink or not downlink:
         return
     least, longest = (transfer_seconds(each, uplink, downlink) for each in traffic)
@@ -153,6 +157,43 @@ def time_lines(
     yield f"  {'steps of a round':<48}{steps:>10.0f}   {in_run}"
 
 
+def days_lines(
+    run: RunConfig, size: ModelSize, courses: tuple[Course, Course], num_peers: int, watts: float | None
+) -> Iterator[str]:
+    """Yield what the run takes and gives: first of `num_peers` such peers, and then with one peer more.
+
+    Source of the tokens per parameter: Chinchilla (https://arxiv.org/abs/2203.15556), for models without experts.
+    """
+    course, more = courses
+    yield ""
+    yield f"{f'the run of {num_peers} such peers':<50}{'days':>10}"
+    with_more = f"{_figure(more.days)} with one peer more"
+    yield f"  {f'{params_text(course.tokens)} tokens':<48}{_figure(course.days):>10}   {with_more}"
+    gained = f"one peer more adds {params_text(more.tokens_a_day - course.tokens_a_day)}"
+    yield f"  {'tokens a day':<48}{params_text(course.tokens_a_day):>10}   {gained}"
+    if not size.is_adapted and run.model.start is None:
+        active = size.active_params(run.model.top_k)
+        days = CHINCHILLA_TOKENS * active / course.tokens_a_day
+        enough = f"{CHINCHILLA_TOKENS} (Chinchilla) take {_figure(days)} days"
+        yield f"  {'tokens per active parameter':<48}{_figure(course.tokens / active):>10}   {enough}"
+    if watts is not None:
+        a_day = num_peers * watts * 24 / 1000
+        in_run = f"{_figure(a_day * course.days)} kWh in the run"
+        yield f"  {f'electricity at {watts:g} W a peer, kWh a day':<48}{_figure(a_day):>10}   {in_run}"
+    yield f"{num_peers} such peers: {days_text(course.days)}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def days_text(days: float) -> str:
+    """Format a length of time for people."""
+    units = ("days", 1), ("hours", 24), ("minutes", 1440)
+    unit, in_day = next((each for each in units if days * each[1] >= 1), units[-1])
+    return f"{days * in_day:.{0 if days * in_day >= 10 else 1}f} {unit}"
+
+
 def _longer_rounds(run: RunConfig, tokens_per_second: float, seconds: float) -> str:
     """Return the flags of a run whose rounds train for so long; without them a founder's uplink does."""
     if run.round.mode == "steps":
@@ -173,8 +214,8 @@ def _gigabytes(num_bytes: int) -> str:
     return f"{gigabytes:.0f}" if gigabytes >= 100 or not gigabytes else f"{gigabytes:.{2 if gigabytes >= 1 else 4}f}"
 
 
-def params_text(count: int) -> str:
-    """Format a number of parameters for people."""
+def params_text(count: float) -> str:
+    """Format a number of parameters, or of tokens, for people."""
     if count < 10_000:
-        return f"{count:,}"
+        return f"{count:,.0f}"
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"

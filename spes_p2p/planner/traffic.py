@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from spes_p2p.config import RoundConfig, RunConfig
-from spes_p2p.config.run import MAX_PHASE_SECONDS, MAX_ROUND_SECONDS
+from spes_p2p.config.run import MAX_PHASE_SECONDS, MAX_ROUND_SECONDS, MAX_ROUNDS
 from spes_p2p.planner.memory import FROZEN_BYTES, Setup
 from spes_p2p.planner.size import FP32, ModelSize, element_bytes
 
@@ -114,12 +114,36 @@ def of_moments_round(setup: Setup) -> Setup:
     return replace(setup, codecs=setup.codecs.model_copy(update={"moments_interval": 1}))
 
 
-def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float) -> float:
-    """Return the seconds that a round trains; in mode `tokens` the peers share its tokens."""
+def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float, round: int = MAX_ROUNDS) -> float:
+    """Return the seconds that a round, by default a full one, trains; in mode `tokens` the peers share its tokens."""
     if run.round.mode == "steps":
-        return run.round.steps * run.train.batch_size * run.data.sequence_length / tokens_per_second
-    seconds = run.round_tokens / (num_peers * tokens_per_second)
-    return min(max(seconds, run.round.min_seconds), run.round.max_seconds)
+        return run.round.steps_of(round) * run.train.batch_size * run.data.sequence_length / tokens_per_second
+    seconds = run.round.share(round) * run.round_tokens / (num_peers * tokens_per_second)
+    return min(max(seconds, run.round.least_seconds(round)), run.round.max_seconds)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a whole run of equal peers takes and gives."""
+
+    tokens: float
+    seconds: float
+
+    @classmethod
+    def of(cls, run: RunConfig, num_peers: int, tokens_per_second: float, sync_seconds: float = 0.0) -> Course:
+        """Return a run's course if each of its rounds also takes `sync_seconds` in which no peer trains."""
+        total, growing = run.round.total, min(run.round.growing, run.round.total)
+        seconds = [training_seconds(run, num_peers, tokens_per_second, round) for round in range(1, growing + 1)]
+        trained = sum(seconds) + (total - growing) * training_seconds(run, num_peers, tokens_per_second)
+        return cls(num_peers * tokens_per_second * trained, trained + total * sync_seconds)
+
+    @property
+    def days(self) -> float:
+        return self.seconds / 86_400
+
+    @property
+    def tokens_a_day(self) -> float:
+        return self.tokens / self.days
 
 
 def least_training_seconds(least: RoundSeconds) -> float:

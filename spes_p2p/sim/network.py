@@ -24,8 +24,6 @@ from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Record
 
 WINDOW_BYTES = 2**20
 """Bytes of a stream that its receiver has not read after which its sender waits."""
-MAX_LOST_AFTER = 4
-"""A stream that is lost falls silent before so many messages."""
 
 T = TypeVar("T")
 
@@ -184,7 +182,8 @@ class VirtualNode:
         network, loop, other = self._network, self._loop, self._network.nodes.get(peer)
         there, back = network.delay(self.peer_id, peer), network.delay(peer, self.peer_id)
         is_lost = network.random.random() < network.loss
-        lost_after = [network.random.randrange(MAX_LOST_AFTER) if is_lost else math.inf]
+        # A stream that is lost falls silent before the fourth message.
+        lost_after = [network.random.randrange(4) if is_lost else math.inf]
         if not network.passes(self.peer_id, peer) or lost_after == [0] or there + back > seconds:
             await asyncio.sleep(seconds)
             raise TimeoutError(f"{peer[-6:]} was not reached in {seconds:.0f} s")
@@ -276,15 +275,10 @@ class VirtualChannel(Channel):
 
     async def send_last(self, text: str | bytes) -> None:
         await self.send_text(text)
-        async with deadline(self.seconds):
-            while not (self._inbox or self._has_ended):
-                await self._change()
+        await self._hear()
 
     async def receive(self, most: Mapping[bytes, int]) -> tuple[bytes, bytes]:
-        if not (self._inbox or self._has_ended):
-            async with deadline(self.seconds):
-                while not (self._inbox or self._has_ended):
-                    await self._change()
+        await self._hear()
         if not self._inbox:
             raise DisconnectedError("hung up")
         kind, data = self._inbox.popleft()
@@ -322,6 +316,13 @@ class VirtualChannel(Channel):
             self._inbox.append(message)
             self._unread_bytes += len(message[1])
         self._wake()
+
+    async def _hear(self) -> None:
+        """Wait for a message, or for the end."""
+        if not (self._inbox or self._has_ended):
+            async with deadline(self.seconds):
+                while not (self._inbox or self._has_ended):
+                    await self._change()
 
     async def _change(self) -> None:
         self._waiting.append(self._loop.create_future())

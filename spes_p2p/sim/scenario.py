@@ -95,6 +95,8 @@ class Scenario(Frozen):
     """Seed of the peers' data orders and ids; `run.seed` is the seed of the initial weights."""
     speeds: PositiveFloat | list[PositiveFloat] = 1000.0
     """Training speed in tokens per virtual second: one number for all peers, or one for each."""
+    uplink_mbit: PositiveFloat | None = None
+    """Rate at which each peer sends, in 10^6 bits per virtual second; by default bytes take no time."""
     starts: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = []
     """Virtual seconds after which each peer starts; by default all start at once."""
     peer_ids: list[PeerId] = []

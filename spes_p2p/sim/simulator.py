@@ -236,7 +236,7 @@ class _Simulation:
 
     def _swarm(self, peer: int) -> VirtualSwarm:
         scenario, size = self._scenario, run_size(self._run, self._vocab_size)
-        node = self._network.node(self._peer_id(peer), scenario.run_id)
+        node = self._network.node(self._peer_id(peer), scenario.run_id, uplink_mbit=scenario.uplink_mbit or 0.0)
         attacks = [attack for attack in scenario.attacks if attack.peer == peer]
         if not attacks:
             return VirtualSwarm(node, self._folder)

@@ -69,6 +69,7 @@ class Consensus:
         guests: Checks invites; None where none is asked for.
         is_new: Whether this identity can have made no promise in this run yet.
         finds: Whether `find` is to come, and a peer without a chain follows none before.
+        through: Peers to pass messages on if no member can be called.
 
     Raises:
         ConfigError: its files are damaged, or cannot be written.
@@ -87,12 +88,14 @@ class Consensus:
         guests: GuestList | None = None,
         is_new: bool,
         finds: bool = False,
+        through: Collection[str] = (),
     ) -> None:
         for kind in (Agreement, Following):
             say_few(logging.getLogger(kind.__module__))
         self._network = network
         self._keys = keys
         self._rules = rules
+        self._guests = guests
         directory.mkdir(parents=True, exist_ok=True)
         self._file = ChainFile(directory / CERTIFICATES, start, keys)
         self._unanswered: set[str] = set()
@@ -106,7 +109,7 @@ class Consensus:
         kept = promises.load()
 
         async def begin() -> None:
-            self._wire = PeerWire(network, keys, self.last, peers, is_gone, self._receive)
+            self._wire = PeerWire(network, keys, self.last, peers, is_gone, self._receive, through)
             self._agreement = Agreement(
                 keys,
                 self._wire,
@@ -222,7 +225,9 @@ class Consensus:
         if last.round and votes is not self._votes:
             self._votes = votes
             by = f"by invite {last.seats[me][:SHOWN_LETTERS]}" if last.seats.get(me) else "as the founder"
-            log.info("this peer %s", f"votes, {by}" if votes else "trains without a vote")
+            why = self._guests.why_no_vote(me, last.seats, self._network.now()) if self._guests else ""
+            without = f"trains without a vote{why} (docs/trouble.md#no-vote)"
+            log.info("this peer %s", f"votes, {by}" if votes else without)
 
     def waiting(self) -> str:
         """Return for which voters the open round waits, and what helps; empty while enough of them answer."""
@@ -235,7 +240,7 @@ class Consensus:
         sooner = " (this peer sooner: start it again with --resume --alone)" if is_seated else ""
         return (
             f"for {', '.join(peer[-6:] for peer in missing)} since {seconds:.0f} s; keeping round {last.round}, trying "
-            f"all known addresses; start them again, or {others}{sooner}"
+            f"all known addresses; start them again, or {others}{sooner} (docs/trouble.md#no-quorum)"
         )
 
     def state(self, revision: Revision) -> None:

@@ -60,6 +60,7 @@ class HivemindSwarm:
         serve: Whether to serve versions to other peers.
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
         trains_alone: Whether to commit rounds alone after all live peers have vanished without leaving.
+        name: Of this peer's owner, for all to see; empty for none.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class HivemindSwarm:
         serve: bool = True,
         uplink_mbit: float | None = None,
         trains_alone: bool = False,
+        name: str = "",
     ) -> None:
         self.peer_id = network.peer_id
         self._network = network
@@ -82,6 +84,7 @@ class HivemindSwarm:
         self._averaging: Averaging | None = None
         self._uplink_mbit = uplink_mbit
         self._trains_alone = trains_alone
+        self._name = name
         self._rounds = RoundConfig()
         self._vectors = Vectors()
         self._encoding = DeltaEncoding({})
@@ -161,6 +164,7 @@ class HivemindSwarm:
         self.exchange.formats = vectors.formats
         self._averaging = Averaging(self._network, self._encoding, rounds, self._uplink_mbit)
         self._network.run(self._averaging.serve(), SETTLE_SECONDS)
+        initial = self._initial_peers()
         self._consensus = Consensus(
             self._network,
             self.keys,
@@ -172,6 +176,7 @@ class HivemindSwarm:
             guests=guests,
             is_new=is_new or (isinstance(self._network, Node) and self._network.identity.is_new),
             finds=bool(recent),
+            through=initial,
         )
         if self._machine is not None:
             streams = streams_per_peer(max_slots, min(vectors.num_slots, MAX_REPLICATED))
@@ -179,10 +184,13 @@ class HivemindSwarm:
             self._machine.watchdog.start()
         self._membership.start(rounds, self._beat)
         addresses = () if self._machine is None else self._machine.node.contacts()
-        self._membership.announce(Contact(peer_id=self.peer_id, addresses=addresses, software=__version__))
+        self._membership.announce(
+            Contact(peer_id=self.peer_id, addresses=addresses, software=__version__, name=self._name)
+        )
         if recent:
             self._follow()
-            self.consensus.find(recent, () if self._machine is None else self.node.initial_peers())
+            known = self._membership.last_read(Contact)  # a plain node of hivemind's has no chain
+            self.consensus.find(recent, [peer for peer in initial if peer in known] or initial)
 
     def revoke(self, invites: Collection[str]) -> None:
         """Let the invites whose ids begin with these letters hold no more."""
@@ -208,7 +216,11 @@ class HivemindSwarm:
         last, claims = self.consensus.last(), self._membership.last_read(Claim)
         known = known_peers(last) | last.seats.keys()
         new = [peer for peer in claims if peer not in known]
-        return [*sorted(known & claims.keys()), *strangers(last, new)[:MAX_NEW]]
+        met = self._membership.last_read(Contact).keys() & self._initial_peers()  # perhaps a rendezvous
+        return [*sorted((known & claims.keys()) | met), *strangers(last, new)[:MAX_NEW]]
+
+    def _initial_peers(self) -> list[str]:
+        return [] if self._machine is None else self._machine.node.initial_peers()
 
     def _is_gone(self, peer: str) -> bool:
         """Check whether a peer's lease has run out, or its claim says that it leaves."""
@@ -219,7 +231,7 @@ class HivemindSwarm:
         """Keep, once per heartbeat, the others' addresses, and follow them."""
         if self._machine is not None:
             contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
-            self._machine.remember(contacts, first=self.known() or ())
+            self._machine.remember(contacts, first=self.consensus.known() or ())
         self._follow()
 
     def _follow(self) -> None:
@@ -230,9 +242,11 @@ class HivemindSwarm:
         self.read(Claim)
         self.read(Progress)
 
-    def known(self) -> Collection[str] | None:
-        """Return the peers that one of the last certificates knows; None before the first one, when all peers count."""
-        return self.consensus.known()
+    def names(self) -> dict[str, str]:
+        """Return the names that owners of peers have set, by peer id."""
+        contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
+        named = {peer: contact.name for peer, contact in contacts.items() if contact.name}
+        return named | ({self.peer_id: self._name} if self._name else {})
 
     def catch_up(self) -> None:
         """Ask other peers for the certificates that this one has missed, and wait a short time for them."""
@@ -273,10 +287,6 @@ class HivemindSwarm:
     def last(self) -> Body:
         """Return the body of the last certificate that this peer knows: of the run's genesis at first."""
         return self.consensus.last()
-
-    def certified(self, round: int) -> Body | None:
-        """Return the body of a round's certificate; None if this peer does not know it."""
-        return self.consensus.body_at(round)
 
     def agree(
         self,
@@ -349,7 +359,7 @@ class HivemindSwarm:
         """Return what would follow from an attempt's averaging; None if there is nothing to decide."""
         round = roster.round
         for peer, count in sorted(averaged.clipped.items()):
-            log.info("round %d: clipped %d parts of %s that lie far from the others'", round + 1, count, peer[-6:])
+            log.info("round %d: far from the others' vectors, pulled in: %d parts of %s", round + 1, count, peer[-6:])
         self.bans.record(round, averaged.evidence)
         result = result_of(roster, averaged, contribution, self._encoding, matchmaking_seconds)
         if SHARED not in result.means:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import FOUNDED, RunConfig, RunId
+from spes_p2p.config import FOUNDED, MAX_ADDRESSES, JoinLink, RunConfig, RunId
 from spes_p2p.config.changes import changes, check_changes
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
@@ -39,7 +39,6 @@ from spes_p2p.swarm.records import PROTOCOL, Count, Digest, ManifestRecord, Peer
 log = logging.getLogger(__name__)
 
 SEARCH_SECONDS = 20.0
-TELL_SECONDS = 2.0
 PULL_SECONDS = 60.0
 MAX_ASKED = 64
 """Peers that are asked which manifest they have."""
@@ -301,7 +300,7 @@ def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
         if records:
             return records  # type: ignore[return-value]
         waited = time.monotonic() - began
-        if waited >= TELL_SECONDS and not is_told:
+        if waited >= 2.0 and not is_told:
             is_told = True
             log.info(
                 "no peer reached has declared a run %r yet; waiting up to %.0f s for one, check --run-id meanwhile",
@@ -310,9 +309,24 @@ def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
         if waited > SEARCH_SECONDS:
             raise JoinError(
                 f"the peers reached know no run {swarm.node.run_id!r}; check --run-id, and that they run the same "
-                f"spes_p2p as this one ({__version__}, protocol {PROTOCOL})"
+                f"spes_p2p as this one ({__version__}, protocol {PROTOCOL}; docs/trouble.md#unknown-run)"
             )
         swarm.wait(1.0)
+
+
+def link_addresses(swarm: HivemindSwarm) -> list[str]:
+    """Return the addresses by which others join."""
+    return [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
+
+
+def link_of(swarm: HivemindSwarm, manifest: Manifest) -> JoinLink:
+    """Return the run's link, which names a recent certificate."""
+    return JoinLink(
+        run_id=manifest.run_id,
+        founder=manifest.founder,
+        addresses=tuple(link_addresses(swarm)),
+        recent=swarm.consensus.recent(),
+    )
 
 
 # ---------------------------------------------------------------------- revisions

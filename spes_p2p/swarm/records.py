@@ -1,6 +1,6 @@
 """The records that the DHT may hold: strict, small, signed by their owner, and short-lived.
 
-A key such as `{run}.v13.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
+A key such as `{run}.v14.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
 before it trusts them, and JSON has no types that execute code.
 """
 
@@ -12,11 +12,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spes_p2p.config import MAX_LEASE_SECONDS, Address, PeerId
+from spes_p2p.config.machine import OwnerName
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
 
-PROTOCOL = "v13"
+PROTOCOL = "v14"
 NUM_BUCKETS = 4
 """Keys that peers' records are spread over, so that a key's dictionary stays far below libp2p's 4 MiB."""
 MAX_RECORD_BYTES = 1536
@@ -194,6 +195,8 @@ class Contact(Record):
     addresses: tuple[Address, ...] = Field(max_length=4)
     """Multiaddrs; none for a peer in client mode."""
     software: Software
+    name: OwnerName = ""
+    """Of the peer's owner, if they have set one."""
 
 
 RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Contact)

@@ -174,8 +174,8 @@ def _digest(result: Result) -> str:
 
 
 def message_bytes(last: Body) -> int:
-    """Return the most bytes of a message about the next round, by the run's own numbers."""
-    peers = min(MAX_MEMBERS, 2 * len(last.known) + len(last.members) + 8)
+    """Return the most bytes of a message about the next round, by the run's own numbers; the first round has none."""
+    peers = min(MAX_MEMBERS, 2 * len(last.known) + len(last.members) + 8) if last.round else MAX_MEMBERS
     return min(MAX_PACKED_BYTES, MAX_STRANGE_BYTES + 2**12 * peers + 2**10 * len(last.slots))
 
 
@@ -276,6 +276,7 @@ class PeerWire:
         peers: Returns the peers that follow the run.
         is_gone: Checks whether a peer's lease has run out, as far as this peer knows.
         receive: Takes each message of an authenticated peer, in the event loop.
+        through: Peers to pass messages on if no member can be called.
     """
 
     def __init__(
@@ -286,6 +287,7 @@ class PeerWire:
         peers: Callable[[], Collection[str]],
         is_gone: Callable[[str], bool],
         receive: Callable[[str, Wired], None],
+        through: Collection[str] = (),
     ) -> None:
         self.is_gone = is_gone
         self.now = network.now
@@ -296,6 +298,7 @@ class PeerWire:
         self._last = last
         self._peers = peers
         self._take = receive
+        self._through = through
         self._service = f"{network.run_id}::{PROTOCOL}.agreement"
         self._told: dict[str, set[str]] = {}
         """Owners of the public keys that each peer was told."""
@@ -361,7 +364,7 @@ class PeerWire:
             return
         called = [m.peer_id for m in self._last().members if not m.calls_only and m.peer_id != self._network.peer_id]
         if isinstance(message, PASSED_ON) and peer not in called:
-            for between in called[:2]:
+            for between in (*called, *self._through)[:2]:
                 if await self._deliver(between, packed(message, keys, to=peer)):
                     return
 

@@ -86,6 +86,10 @@ class Anchors:
         if self._outer.has_state:
             self._momenta[name] = bundle.part(numel, 2 * numel)
 
+    def bundle(self, weights: Tensor) -> Tensor:
+        """Return weights as a bundle whose outer momentum is zero."""
+        return torch.cat([weights, torch.zeros_like(weights)]) if self._outer.has_state else weights
+
     def kept_name(self, name: VectorName) -> VectorName:
         """Return the name under which other peers store these weights: a slot's kept form, if the run has such."""
         return name if self.form is None or name.slot is None else name.kept
@@ -102,8 +106,7 @@ class Anchors:
 
     def from_kept(self, name: VectorName, data: Tensor) -> Tensor:
         """Return the bundle that goes on from a slot's kept form: rounded weights, and no momentum."""
-        weights = self.weights_of(name, data)
-        return torch.cat([weights, torch.zeros_like(weights)]) if self._outer.has_state else weights
+        return self.bundle(self.weights_of(name, data))
 
     def weights(self, name: VectorName) -> Tensor:
         """Return the anchor's weights; do not change them."""
@@ -116,23 +119,20 @@ class Anchors:
 
     # ------------------------------------------------------------------ steps
 
-    def contribution(
-        self, name: VectorName, local: Tensor, moments: Tensor | None, round: int, *, overwrites: bool = False
-    ) -> Tensor:
+    def contribution(self, name: VectorName, local: Tensor, moments: Tensor | None, round: int) -> Tensor:
         """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments.
 
         Args:
-            local: Its parameters now.
+            local: Its parameters now; the delta takes their memory.
             moments: Its moments; None counts as zeros if moments are averaged.
             round: The round to be committed; moments travel in some rounds only.
-            overwrites: Whether the delta takes the memory of `local`.
         """
-        delta = self.less(name, local, local if overwrites else torch.empty_like(local))
+        self.less(name, local, local)
         if not self.averages_moments(round):
-            return delta
+            return local
         if moments is None:
-            moments = delta.new_zeros(len(self._moments[name.kind]) * delta.numel())
-        return torch.cat([delta, moments])
+            moments = local.new_zeros(len(self._moments[name.kind]) * local.numel())
+        return torch.cat([local, moments])
 
     def less(self, name: VectorName, other: Tensor, out: Tensor) -> Tensor:
         """Return the anchor minus another vector, in `out`, which may be that vector."""
@@ -175,12 +175,11 @@ def merge_shifts(
     Source: SPES (https://arxiv.org/abs/2602.11543), expert merging.
 
     Args:
-        round: The round being committed; nothing moves unless `merge_alpha` is positive.
+        round: The round being committed.
         all_slots: Flat weights of every slot at the round's start.
     """
-    if not merge_alpha(merge, round):
+    if not (alpha := merge_alpha(merge, round)):
         return {}
-    alpha = merge_alpha(merge, round)
     rows = {slot: row for row, slot in enumerate(sorted(all_slots))}
     tensors = [layout.unflatten(all_slots[slot]) for slot in rows]
     shifts = {slot: torch.zeros(layout.numel) for slot in held}

@@ -20,7 +20,7 @@ from spes_p2p.model.base_files import BaseLayout, encode_base
 from spes_p2p.model.build import InitialWeights, build_slot_model, outline
 from spes_p2p.model.peft_files import AdapterFiles
 from spes_p2p.model.slot_model import SlotModel
-from spes_p2p.model.start import NO_DIGEST, StartWeights
+from spes_p2p.model.start import NO_DIGEST, StartWeights, another_checkpoint
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -114,16 +114,8 @@ def build_initial(
         if run.adapter is None
         else InitialFactors(outline_adapted(run, vocab_size), run.seed)
     )
-    sizes = anchors.bundle_numel()
     names = (SHARED, *map(VectorName.of_slot, range(run.num_slots)))
-    return LazyVectors(
-        names, lambda name: _bundle(layouts[name.kind].flatten(weights.read(name.slot)), sizes[name.kind])
-    )
-
-
-def _bundle(flat_N: Tensor, numel: int) -> Tensor:
-    """Return weights as a bundle of `numel` elements, whose outer momentum is zero."""
-    return flat_N if len(flat_N) == numel else torch.cat([flat_N, flat_N.new_zeros(numel - len(flat_N))])
+    return LazyVectors(names, lambda name: anchors.bundle(layouts[name.kind].flatten(weights.read(name.slot))))
 
 
 def outline_of(run: RunConfig, vocab_size: int) -> SlotModel:
@@ -150,7 +142,6 @@ class StartBundles(LazyVectors[VectorName]):
         self._source = source
         self._layouts = model.layouts()
         self.anchors = Anchors(run, {kind: layout.numel for kind, layout in self._layouts.items()})
-        self._sizes = self.anchors.bundle_numel()
         self._digests = {name: each for name, each in start_digests(run).items() if not name.is_kept}
         self._weights: AdapterFiles | StartWeights = (
             StartWeights(source, model) if run.adapter is None else AdapterFiles(source, model, run)
@@ -160,10 +151,7 @@ class StartBundles(LazyVectors[VectorName]):
     def _verified(self, name: VectorName) -> Tensor:
         bundle_N = self.read(name)
         if digest(bundle_N) != self._digests[name]:  # guard: never
-            raise ConfigError(
-                f"{self._source} is not the checkpoint that the run starts from: its {name} is another; drop --from, "
-                f"and peers send the weights"
-            )
+            raise another_checkpoint(self._source, name)
         return bundle_N
 
     def check(self) -> None:
@@ -173,7 +161,7 @@ class StartBundles(LazyVectors[VectorName]):
 
     def read(self, name: VectorName) -> Tensor:
         """Return a bundle unverified."""
-        return _bundle(self._layouts[name.kind].flatten(self._weights.read(name.slot)), self._sizes[name.kind])
+        return self.anchors.bundle(self._layouts[name.kind].flatten(self._weights.read(name.slot)))
 
 
 def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | None = None) -> RunConfig:

@@ -230,7 +230,7 @@ class PeerCheckpoint:
                 reason += f": it takes {needed} bytes, {free} are free, {max(0, needed - free)} are missing"
             log.error(
                 "cannot write checkpoint %s: %s; make room or mend the disk. Training goes on, %s, each round tries "
-                "again",
+                "again (docs/trouble.md#disk)",
                 *(draft.with_suffix(""), reason, f"{self._newest} is kept" if self._newest else "without one"),
             )
 
@@ -282,7 +282,9 @@ class PeerCheckpoint:
                     raise ValueError(f"{TENSORS} does not match its digest")
             except (OSError, ValueError) as error:
                 if folder.exists():  # otherwise the peer that uses it has just deleted it
-                    log.warning("checkpoint %s is damaged: %s; trying the one before", folder, error)
+                    log.warning(
+                        "checkpoint %s is damaged: %s; trying the one before (docs/trouble.md#damage)", folder, error
+                    )
             else:
                 yield Found(name, state)
 

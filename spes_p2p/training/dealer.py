@@ -19,7 +19,7 @@ def deal(swarm: HivemindSwarm, round: int) -> tuple[range, str]:
     The share belongs to the round: a peer that is killed, or whose round fails, begins it again, because no certified
     mean contains it. The other order is the peer's and the round's own.
     """
-    last = swarm.certified(round) or swarm.last()
+    last = swarm.consensus.body_at(round) or swarm.last()
     nothing = range(last.cursor, last.cursor)
     return shares(last).get(swarm.peer_id, nothing), f"{swarm.peer_id}:{last.round + 1}"
 

@@ -206,7 +206,7 @@ class LossGate:
         held = self._sync.held
         version, makers = self._sync.swarm.versions()[held.form(name)], held.makers.get(name, ())
         log.warning(
-            "round %d: %s of %s makes this model worse: %s; keeping the version before",
+            "round %d: %s of %s makes this model worse: %s; keeping the version before (docs/trouble.md#loss)",
             *(version.round, name, ", ".join(peer[-6:] for peer in makers) or "peers that have left", harm),
         )
         is_suspect = is_clear and len(makers) == 1

@@ -72,7 +72,7 @@ def _wait_for_peers(sync: Synchroniser) -> None:
             if swarm.last().round and others & held.trusted(claims).keys():
                 return
         if present < needed and present != announced:
-            log.info("waiting for peers: %d of %d are here", present, needed)
+            log.info("waiting for peers: %d of %d are here (docs/trouble.md#waiting)", present, needed)
             announced = present
         swarm.wait(POLL_SECONDS)
 

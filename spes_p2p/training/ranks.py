@@ -91,7 +91,7 @@ def _warn_of_unused_gpu() -> None:
             f"was built for CUDA {torch.version.cuda}, which the driver does not run; update the driver, or install "
             f"PyTorch for an older CUDA, see https://pytorch.org"
         )
-    said = "this machine has an NVIDIA GPU, but training is on the CPU: PyTorch %s %s"
+    said = "this machine has an NVIDIA GPU, but training is on the CPU (docs/trouble.md#gpu): PyTorch %s %s"
     log.warning(said, torch.__version__, why)
 
 
@@ -110,7 +110,7 @@ class Ranks:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu")
+            raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu (docs/trouble.md#gpu)")
         use_cuda = device != "cpu" and torch.cuda.is_available()
         if device == "auto" and not use_cuda and Path(NVIDIA_DRIVER).exists():
             _warn_of_unused_gpu()

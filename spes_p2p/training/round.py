@@ -37,8 +37,11 @@ CLAIMED_FACTOR_SHARE = 0.2
 IDLE_SECONDS = 0.5
 """Longest that a peer that makes no steps waits before it looks at its owner's wish again."""
 MAX_FRUITLESS = 5
-"""Attempts in a row without a finite step after which a peer ends."""
-REMEDY = "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu"
+"""Times in a row that a peer trains a round without a finite step before it ends."""
+REMEDY = (
+    "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu "
+    "(docs/trouble.md#loss)"
+)
 
 
 class TrainingLoop:
@@ -200,7 +203,7 @@ class TrainingLoop:
         if steps.num:
             self._tokens_per_second = steps.tokens / seconds
             self._places_per_second = steps.num * run.train.batch_size * run.data.sequence_length / seconds
-            self._count_attempt(steps)
+            self._count_fruitless(steps)
         self._total_tokens += steps.tokens
         if run.data.is_shared:
             words = "round %d: trained %d batches, %d of them from its share, which begins at batch %d"
@@ -227,23 +230,20 @@ class TrainingLoop:
             left = math.inf if is_due else self._round_ends - self._now()
             intent = self._intent(left)  # the others would wait for a peer that rests beyond the round's end
             if not intent.trains or (self._run.num_slots and not self._trainer.slots):  # paused, or just resumed
-                if intent.ends and not intent.trains and not steps.num:
-                    self.is_ended = True
-                    return
+                self.is_ended = intent.ends and not intent.trains and not steps.num
                 # A paused peer that is alone ends no round, but waits to be resumed.
-                if is_due and (intent.trains or intent.ends or len(active_of(self._sync.held.claims())) > 1):
+                is_met = is_due and (intent.trains or intent.ends or len(active_of(self._sync.held.claims())) > 1)
+                if self.is_ended or is_met:
                     return
                 began = self._trainer.clock()
                 self._sync.swarm.wait(max(0.0, min(left, IDLE_SECONDS)))
                 steps.paused_seconds += self._trainer.clock() - began
-                continue
-            if steps.num and self._share_done(steps) >= 1.0:
-                return  # its rest has lasted until the round's end
-            began = self._trainer.clock()
-            steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
-            self._step_seconds = self._trainer.clock() - began
-            if self._sync.held.rescue_orphans():
-                self._load()
+            elif not steps.num or self._share_done(steps) < 1.0:  # else its rest has lasted until the round's end
+                began = self._trainer.clock()
+                steps.add(self._trainer.step(*self._rates(self._sync.round + min(done, 1.0))))
+                self._step_seconds = self._trainer.clock() - began
+                if self._sync.held.rescue_orphans():
+                    self._load()
 
     def _deltas(self) -> LazyVectors[VectorName]:
         """Return how far training has moved each vector from its anchor, then the moments that the run averages."""
@@ -252,16 +252,16 @@ class TrainingLoop:
         def delta(name: VectorName) -> Tensor:
             kinds = self._run.averaged_moments(name.kind) if anchors.averages_moments(round) else ()
             moments = trainer.moments(name, kinds) if kinds else None
-            return anchors.contribution(name, trainer.vector(name), moments, round, overwrites=True)
+            return anchors.contribution(name, trainer.vector(name), moments, round)
 
         return LazyVectors(trainer.names, delta)
 
-    def _count_attempt(self, steps: Steps) -> None:
-        """Count the attempts in a row without a finite step, which repeat one round; end this peer after some."""
+    def _count_fruitless(self, steps: Steps) -> None:
+        """Count how often in a row a round was trained without a finite step; end this peer after some."""
         self._num_fruitless = 0 if steps.tokens else self._num_fruitless + 1
         fault = f"round {self._sync.round + 1}: none of {steps.num} steps had a finite gradient"
         if self._num_fruitless >= MAX_FRUITLESS:
-            raise DataError(f"{fault}, in {MAX_FRUITLESS} attempts in a row; {REMEDY}")
+            raise DataError(f"{fault}, for the {MAX_FRUITLESS}th time in a row; {REMEDY}")
         if self._num_fruitless:
             log.warning("%s; going on from the swarm's versions; %s", fault, REMEDY)
 
@@ -311,10 +311,11 @@ class TrainingLoop:
         """Go on after a round that this peer has not committed; return the next round's end, if others have said it."""
         sync, held, ends_at = self._sync, self._sync.held, None
         if sync.is_behind:
-            log.warning("round %d: the others have decided it without this peer; catching up", sync.round + 1)
+            late = "round %d: the others have decided it without this peer; catching up (docs/trouble.md#slow-rounds)"
+            log.warning(late, sync.round + 1)
             opening.try_to_fetch(sync, trained.routed)
             ends_at = opening.rejoin(sync, trained.routed)
-        elif body is not None and SHARED in held.lost:
+        elif body is not None and SHARED in held.unoffered:
             # Alone, it has made a certified round again, to another result: after another device or optimizer.
             log.warning("round %d: the certified result is lost; going on from the round before", body.round)
             sync.round = body.round

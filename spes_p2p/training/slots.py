@@ -59,7 +59,7 @@ class HeldSlots:
         """Peers that a roster left out and this peer has not met since: their claims and offers do not count."""
         self.makers: Mapping[VectorName, Sequence[str]] = {}
         """The other peers that made the last round's version of each slot."""
-        self.lost = set[VectorName]()
+        self.unoffered = set[VectorName]()
         """Vectors whose certified version no peer offered when this one needed it."""
         self.run_id = run_id
         self.clock = clock
@@ -114,7 +114,7 @@ class HeldSlots:
 
         Before the first certificate all claims count.
         """
-        me, known = self._swarm.peer_id, self._swarm.known()
+        me, known = self._swarm.peer_id, self._swarm.consensus.known()
         return {
             peer: claim
             for peer, claim in claims.items()
@@ -310,10 +310,10 @@ class HeldSlots:
             offered = [versions[name] for versions in offers.values() if name in versions]
             states = Counter((version.round, version.digest) for version in offered if _is(version, digest))
             if states:
-                self.lost.discard(name)
+                self.unoffered.discard(name)
             elif digest and has_asked_half:  # guard: operand
-                self.lost.add(name)
-            if name in self.lost:
+                self.unoffered.add(name)
+            if name in self.unoffered:
                 least = mine[name].round + 1 if name in mine else 0
                 states = Counter((version.round, version.digest) for version in offered if version.round >= least)
             if states:
@@ -367,7 +367,9 @@ class HeldSlots:
                 continue
             if not self.certified_digest(name) and self._draw is not None:
                 self._swarm.publish(0, {name: self._draw(name)})
-            elif kept in mine and (name not in mine or (name in self.lost and mine[kept].round > mine[name].round)):
+            elif kept in mine and (
+                name not in mine or (name in self.unoffered and mine[kept].round > mine[name].round)
+            ):
                 log.warning(
                     "%s: no peer has its fp32 weights of round %d; going on from its kept form, in %s",
                     *(name, mine[kept].round, self._run.frozen_storage),
@@ -443,15 +445,15 @@ class HeldSlots:
         mine, last = self._swarm.versions()[SHARED], self._swarm.last()
         if self.is_certified(SHARED):
             return last.round
-        body = self._swarm.certified(mine.round)
+        body = self._swarm.consensus.body_at(mine.round)
         is_older = body is not None and body.shared in ("", mine.digest) and mine.round < last.round
         repeats = is_older and not self.others() and self._run.round.mode == "steps"
-        return last.round if SHARED in self.lost and not repeats else mine.round
+        return last.round if SHARED in self.unoffered and not repeats else mine.round
 
     def usable(self) -> list[VectorName]:
-        """Return the anchors that deltas may start from: certified, or of a vector whose certified version is lost."""
+        """Return the anchors that deltas may start from: certified, or those whose certified version is unoffered."""
         names = [name for name in self.names if name in self._anchors.names]
-        return [name for name in names if self.is_certified(name) or name in self.lost]
+        return [name for name in names if self.is_certified(name) or name in self.unoffered]
 
     def starts(self) -> dict[str, tuple[int, str]]:
         """Return round and digest of those anchors that are not certified."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from spes_p2p.codecs.vectors import Layout, LazyVectors, digest
 from spes_p2p.config import MachineConfig, RunConfig
-from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.swarm.averaging.encoding import Contribution
 from spes_p2p.swarm.averaging.outcome import RoundResult, Staged
 from spes_p2p.swarm.certificate import Body
@@ -177,7 +176,7 @@ class Synchroniser:
                 "round %d: the others are at round %d, but no peer with its model can be reached; waiting for one",
                 *(self.round + 1, self.swarm.last().round),
             )
-        last = self.swarm.certified(self.round) or self.swarm.last()
+        last = self.swarm.consensus.body_at(self.round) or self.swarm.last()
         member = Member(
             peer_id=self.swarm.peer_id,
             round=self.round,
@@ -193,8 +192,9 @@ class Synchroniser:
             uplink_mbit=self._machine.uplink_mbit,
         )
         anchors, round = self.anchors, self.round + 1
-        nothing = LazyVectors(usable, lambda name: anchors.contribution(name, anchors.weights(name), None, round))
-        deltas = trained.deltas or nothing
+        deltas = trained.deltas or LazyVectors(
+            usable, lambda name: anchors.contribution(name, anchors.weights(name).clone(), None, round)
+        )
         return Contribution(member, LazyVectors([name for name in deltas if name in usable], deltas.__getitem__))
 
     def _stage(self, result: RoundResult) -> dict[VectorName, Tensor]:
@@ -210,13 +210,14 @@ class Synchroniser:
         return staged | {self.anchors.kept_name(n): self.anchors.kept_form(n, staged[n]) for n in result.means}
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
-        if not merge_alpha(self.run.merge, round):
-            return {}
         slots = [slot for slot in range(self.run.num_slots) if self.held.has(VectorName.of_slot(slot))]
-        kept = {slot: self.anchors.kept_name(VectorName.of_slot(slot)) for slot in slots}  # as all peers have them
-        weights = {slot: self.anchors.weights_of(name, self.swarm.load(name)) for slot, name in kept.items()}
+
+        def weights(slot: int) -> Tensor:
+            name = self.anchors.kept_name(VectorName.of_slot(slot))  # as all peers have them
+            return self.anchors.weights_of(name, self.swarm.load(name))
+
         stepped = tuple(name.slot for name in self.anchors.names if name.slot is not None)
-        return merge_shifts(self.run.merge, round, self._layout, weights, stepped)
+        return merge_shifts(self.run.merge, round, self._layout, LazyVectors(slots, weights), stepped)
 
     def commit(self, body: Body | None, result: RoundResult, staged: Mapping[VectorName, Tensor]) -> None:
         """Publish what the certificate names, and take it as the anchors; the other anchors stay."""

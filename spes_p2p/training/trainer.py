@@ -24,6 +24,7 @@ from spes_p2p.data.mixture import MixedSource
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.data.shared import SharedOrder
 from spes_p2p.errors import DataError
+from spes_p2p.model.compiled import compile_parts
 from spes_p2p.model.loss import TrainingLoss, num_targets
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
@@ -110,6 +111,8 @@ class FSDP(SingleRank):
                 part.reshard()  # some keep their parameters gathered for a backward pass
 
 
+ROUTING_BATCHES = 16
+"""Batches of own data by whose routing slots are chosen."""
 CALIBRATION_PASSES = 2
 """Passes over a microbatch, after the first, of which the last is measured."""
 WARM_SECONDS = 1.0
@@ -166,6 +169,8 @@ class Trainer:
         torch.nn.Module.to(model.module, ranks.device)
         if machine.activation_checkpointing:
             model.module.activation_checkpointing_enable({"use_reentrant": False})
+        if machine.compile == "auto":
+            compile_parts(model.module, ranks.device)
         self.layouts = model.layouts()
         self._loss = TrainingLoss(model, train)
         self._sharding = SingleRank() if ranks.world_size == 1 else DDP() if machine.shard == "ddp" else FSDP(ranks)
@@ -263,6 +268,18 @@ class Trainer:
         """Return the tokens that this rank has routed to each slot, over all layers, since the last call."""
         routed_E, self._loss.routed_E = self._loss.routed_E, None
         return dict(enumerate(routed_E.tolist())) if routed_E is not None else {}
+
+    @on_all_ranks(if_sharded=True)
+    def routing_of_data(self) -> dict[int, int]:
+        """Return the tokens of the next batches that are routed to each slot; model and data order stay."""
+        state, _ = self.data.state_dict(), self.routed_tokens()
+        with torch.no_grad():
+            for _ in range(ROUTING_BATCHES):
+                for micro_BT1 in self.data.next_batch(self._train.batch_size).split(self._micro):
+                    self._loss(micro_BT1.to(self.ranks.device))
+        self.data.load_state_dict(state)
+        self._sharding.reset(self._loss)
+        return self.routed_tokens()
 
     @on_all_ranks()
     def deal(self, share: range, own: str) -> None:

@@ -17,6 +17,7 @@ from agreement import last_body
 from forgeries import KINDS, altered, cases, mallorys_record
 from pydantic import ValidationError
 
+from spes_p2p.codecs import CODECS
 from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import RunConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
@@ -140,20 +141,22 @@ def test_a_bad_message_of_the_exchange_is_refused(people, case):
 
 @cases("parts")
 def test_bytes_that_no_codec_would_write_are_refused(case):
-    format, change = Format([Segment(300, case["codec"])]), case["bytes"]
-    sound = bytearray(format.encode(torch.randn(300)).numpy().tobytes())
-    format.decode(bytes(sound))
-    data = bytearray(bytes.fromhex(change["fill"]) * len(sound)) if "fill" in change else sound
-    if "put" in change:
-        data[change["at"] : change["at"] + 4] = bytes.fromhex(change["put"]).ljust(0)
-        data = data[: len(sound)] if len(data) > len(sound) else data
-    if "length" in change:
-        data = (data * (change["length"] // len(data) + 1))[: change["length"]]
-    [[message]] = slices(format, [1.0])
-    with pytest.raises(ExchangeError):
-        format.decode(bytes(data))
-    with pytest.raises(ExchangeError):
-        decode_message(format, message, torch.tensor(list(data), dtype=torch.uint8))
+    change = case["bytes"]
+    for codec in [case["codec"]] if "codec" in case else CODECS:
+        format = Format([Segment(300, codec)])
+        sound = bytearray(format.encode(torch.randn(300)).numpy().tobytes())
+        format.decode(bytes(sound))
+        data = bytearray(bytes.fromhex(change["fill"]) * len(sound)) if "fill" in change else sound
+        if "put" in change:
+            put = bytes.fromhex(change["put"])
+            data[change["at"] : change["at"] + len(put)] = put
+        if "length" in change:
+            data = (data * (change["length"] // len(data) + 1))[: change["length"]]
+        [[message]] = slices(format, [1.0])
+        with pytest.raises(ExchangeError):
+            format.decode(bytes(data))
+        with pytest.raises(ExchangeError):
+            decode_message(format, message, torch.tensor(list(data), dtype=torch.uint8))
 
 
 # ---------------------------------------------------------------------- documents

@@ -271,7 +271,7 @@ def draw_fates(
 def outcome(swarm: VirtualSwarm, brought: Brought, run: RunConfig) -> Outcome:
     """Compare what the peers have drawn with the certified rounds, of which this swarm knows all."""
     last = swarm.last()
-    bodies = [body for round in range(1, last.round + 1) if (body := swarm.certified(round)) is not None]
+    bodies = [body for round in range(1, last.round + 1) if (body := swarm.consensus.body_at(round)) is not None]
     rounds = [
         [window for member in body.members if member.tokens for window in brought[body.round, member.peer_id]]
         for body in bodies

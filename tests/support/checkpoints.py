@@ -53,6 +53,11 @@ OWN: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "llama": {"rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": False},
+    **{family: {"sliding_window": 8, "query_pre_attn_scalar": 16} for family in ("gemma2", "gemma3_text")},
+    "gpt_oss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": YARN},
+    "granite": {"attention_multiplier": 0.2, "logits_scaling": 0.6, "residual_multiplier": 0.8},
+    "olmo3": {"sliding_window": 8},
+    "phi3": {"head_dim": 8},  # its rotary embedding knows no other
     "qwen3": {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": True},
 }
 """Settings of some families that others lack, or that a run is to keep."""

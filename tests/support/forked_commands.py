@@ -122,7 +122,7 @@ class ForkServer:
         assert self._process.stdout.readline() == READY, "the server has ended"
 
     def start(self, command: str, argv: Sequence[str | Path], **environment: str) -> Forked:
-        """Start `peer`, `experiment`, `monitor`, `export` or `ctl`."""
+        """Start `peer`, `experiment`, `monitor`, `chat`, `export`, `credit` or `ctl`."""
         self._count += 1
         result = self._folder / str(self._count)
         result.mkdir(parents=True)
@@ -177,16 +177,25 @@ def run() -> None:
     from hivemind.utils.mpfuture import MPFuture
 
     from spes_p2p.cli import entry_point
-    from spes_p2p.commands import ctl, export, local, monitor
+    from spes_p2p.commands import chat, credit, ctl, export, local, monitor
     from spes_p2p.config import PeerConfig
-    from spes_p2p.config.commands import CtlConfig, ExperimentConfig, ExportConfig, MonitorConfig
+    from spes_p2p.config.commands import (
+        ChatConfig,
+        CreditConfig,
+        CtlConfig,
+        ExperimentConfig,
+        ExportConfig,
+        MonitorConfig,
+    )
     from spes_p2p.peer import life as peer
 
     commands = {
         "peer": (PeerConfig, peer.main),
         "experiment": (ExperimentConfig, local.main),
         "monitor": (MonitorConfig, monitor.main),
+        "chat": (ChatConfig, chat.main),
         "export": (ExportConfig, export.main),
+        "credit": (CreditConfig, credit.main),
         "ctl": (CtlConfig, ctl.main),
     }
     gc.freeze()

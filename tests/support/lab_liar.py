@@ -85,7 +85,7 @@ class Liar:
             last, ends = swarm.last(), settings["closes_from"] + swarm._rounds.averaging_seconds
             while swarm.last() == last and swarm.now() < ends and not swarm.wait(0.1):
                 pass
-            return swarm.certified(last.round + 1)
+            return swarm.consensus.body_at(last.round + 1)
 
         def learns(result: RoundResult) -> Any:
             spoiler.learn(result.means)

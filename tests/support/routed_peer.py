@@ -15,7 +15,8 @@ from spes_p2p.swarm.exchange.protocol import DATA
 from spes_p2p.swarm.p2p.channel import FRAME_BYTES, Channel
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.introductions import Introducer, Links
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE
 
 CALL_SECONDS = 60.0
 LOOK_SECONDS = 0.05

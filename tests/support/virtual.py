@@ -129,7 +129,7 @@ class World:
         """The bodies of the run, from its genesis on, as the peer that knows most has them."""
         entered = [swarm for swarm in self.swarms if swarm._consensus is not None]
         newest = max(entered, key=lambda swarm: swarm.last().round, default=None)
-        return [self.start] if newest is None else [newest.certified(r) for r in range(newest.last().round + 1)]
+        return [self.start] if newest is None else [newest.consensus.body_at(r) for r in range(newest.last().round + 1)]
 
     def certify(
         self, round: int, versions: Iterable[Version] = (), *, voters: Sequence[str] = (), **changes: Any

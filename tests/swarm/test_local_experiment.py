@@ -109,6 +109,10 @@ def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promi
     assert second.matches("peer-1 was killed by SIGKILL; the swarm goes on without it")
     check_results(out, second)
 
+    third = start(commands, tmp_path, corpus, "--resume", total=TOTAL)
+    assert third.end() == 0 and third.matches("the run is finished; to prolong it: .* amend")
+    assert not third.matches("peers train run"), "it starts nothing"
+
 
 def check_pages(out: Path, launcher: Command) -> None:
     """The monitor and each peer show the run on a page of their own, whose address is on the screen or in the log."""

@@ -107,7 +107,7 @@ def assert_refused(ended: Ended, value: str, remedy: str, *, logs: str = "(?!)",
     """
     assert ended.code == code, ended
     assert ended.stdout == ""
-    expected = rf"[-\d]+ [:,\d]+ (I ({logs})|W .* is occupied)"
+    expected = rf"[-\d]+ [:,\d]+ (I ({logs})|W .* is occupied)|\w+ing .* half a minute to load"
     lines = [line for line in ended.stderr.splitlines() if not re.match(expected, line)]
     assert len(lines) == 1 and lines[0].startswith("error: "), ended.stderr
     assert value in lines[0] and remedy in lines[0], lines[0]

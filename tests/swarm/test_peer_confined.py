@@ -171,3 +171,27 @@ def test_every_requirement_of_the_container_is_pinned_and_hashed() -> None:
         name, version = re.match(r"([\w.-]+)==(\S+)", entry).groups()
         assert versions.get(name.lower().replace("_", "-"), version) == version, "the tests ran with another version"
     assert {"torch", "hivemind", "transformers", "safetensors"} <= pinned
+
+
+def test_the_dockerfile_has_no_mistake_that_hadolint_knows() -> None:
+    words = [Path(sys.executable).parent / "hadolint", ROOT / "Dockerfile"]
+    told = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stdout
+
+
+def test_what_the_image_holds_is_all_that_its_entry_point_and_health_check_need(tmp_path: Path) -> None:
+    """What `.dockerignore` leaves of the copied folders, without an engine; a build would refuse what it leaves out."""
+    image = (ROOT / "Dockerfile").read_text()
+    left = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = dict(re.findall(r"^COPY (\S+) (/\S*)$", image, re.MULTILINE))
+    assert copied.keys() == left and "scripts" in copied
+    for source, target in copied.items():
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, tmp_path / target[1:], symlinks=True)
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    here = tmp_path / "app"
+    assert (here / "spes_p2p" / "configs" / "local_experiment.yaml").resolve().is_relative_to(here)
+    check = json.loads(re.search(r"HEALTHCHECK .*\\\n +CMD (.*)$", image, re.MULTILINE)[1])
+    for words, said in (([*ENTRY, "--help"], "usage: spes peer"), (check, "has not joined yet")):
+        told = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+        assert said in told.stdout + told.stderr, told

@@ -58,6 +58,10 @@ class World:
         """Run `spes export` to its end."""
         return self.server.start("export", list(words)).end(SECONDS)
 
+    def credit(self, source: str | Path) -> Ended:
+        """Run `spes credit` to its end."""
+        return self.server.start("credit", [str(source), "--yes"]).end(SECONDS)
+
     def address(self, name: str) -> str:
         return (self.folder / name / "address").read_text().strip()
 
@@ -103,16 +107,25 @@ def test_a_peers_folder_gives_the_monitors_model_of_the_same_round(world: World,
     peers = {"a": world.start("peer", "a", "--config", file, *words)}
     wait_for(peers["a"], "others join with")
     join = ["--initial-peers", world.address("a")]
-    peers["b"] = world.start("peer", "b", *join, *words)
+    peers["b"] = world.start("peer", "b", *join, *words, "--owner-name", "Bo")
     wait_for(peers["b"], "round 1: 2 peers")
     link = (world.folder / "a" / "link").read_text().strip()
     fetched = world.export(link, "--output", world.folder / "fetched")
     assert fetched.code == 0, fetched.stderr
+    answer = world.server.start("chat", [link, "--prompt", "7 plus 7 is", "--max-tokens", "4"]).end(SECONDS)
+    assert answer.code == 0 and answer.stdout.startswith("7 plus 7 is"), answer
+    assert "certificates of rounds 1 to" in (done := world.credit(link)).stdout and "  Bo\n" in done.stdout, done
     monitor = world.start("monitor", "monitor", *join, "--console", "none").end(SECONDS)
     assert monitor.code == 0, monitor.stderr
     for peer in peers.values():
         assert peer.end(SECONDS).code == 0, peer.stderr()
 
+    for name in ("a", "b", "monitor"):  # all have seen the same certificates
+        listed = world.credit(world.folder / name).stdout
+        assert f"certificates of rounds 1 to {TOTAL}:" in listed and len(listed.splitlines()) == 3, listed
+        assert "  Bo\n" in listed, f"{name}: as its owner has called it"
+        counts = {int(row.split()[0].replace(",", "")) for row in listed.splitlines()[1:]}
+        assert counts == {TOTAL * 5 * 4 * 16}, "what each trained in the run's steps"
     card = (world.folder / "monitor" / "model" / "README.md").read_text()
     assert f"Round: {TOTAL} of {TOTAL}" in card and f"all 4 of round {TOTAL}" in card and "Held-out loss" in card
     for peer in peers:
@@ -211,8 +224,11 @@ def test_a_run_starts_from_an_upcycled_checkpoint_and_another_from_its_export(wo
 
     rounds |= {"min_peers": 1, "total": 1}
     file.write_text(yaml.safe_dump({"run": {"round": rounds, **settings}}))
-    again = world.start("peer", "again", "--config", file, "--from", world.folder / "a-2", *words).end(SECONDS)
+    words += ["--from", world.folder / "a-2", "--slots-by-data"]
+    again = world.start("peer", "again", "--config", file, *words).end(SECONDS)
     assert again.code == 0, again.stderr
+    chosen = re.search(r"of this peer's data is routed to slots (\S+)", again.stderr)
+    assert chosen is not None and f"slots {chosen[1]};" in again.stderr, "and it trains them"
     assert_equal_start(world.folder / "again", world.folder / "a-2", world.folder / "again-0")
 
 

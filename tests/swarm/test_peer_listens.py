@@ -19,8 +19,9 @@ from spes_p2p.config.commands import JoinConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.joining import listen_host, why_unreachable
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
 from spes_p2p.swarm.p2p.peerstore import Peerstore
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE
 
 SECONDS = 120.0
 PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

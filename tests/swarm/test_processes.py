@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hivemind.p2p import p2p_daemon
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from lanes import sample
 from real_peers import PeerProcess
@@ -247,6 +248,13 @@ def test_an_address_whose_peer_id_is_another_peers_is_an_error(node, tmp_path):
     wrong = node.addresses()[0].replace(node.peer_id, Identity(tmp_path / "nobody").peer_id)
     with pytest.raises(JoinError):
         Node(Identity(tmp_path / "key"), "run", initial_peers=[wrong])
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_missing_p2pd_is_named_and_not_taken_for_peers_that_do_not_answer(joins, node, tmp_path, monkeypatch):
+    monkeypatch.setattr(p2p_daemon, "P2PD_FILENAME", "missing")
+    with pytest.raises(JoinError, match=r"daemon: .* No such file .*trouble\.md#p2pd"):
+        Node(Identity(tmp_path / "key"), "run", initial_peers=node.addresses() if joins else [])
 
 
 def test_an_occupied_port_is_named(tmp_path):

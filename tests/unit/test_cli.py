@@ -9,6 +9,7 @@ import re
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from lanes import sample
 
 from spes_p2p import __version__
@@ -322,7 +324,7 @@ def test_without_a_command_it_says_what_to_type_first():
     ended = spes()
     assert ended.returncode == 0 and len(ended.stdout.splitlines()) <= SCREENS / 2
     assert "spes local" in ended.stdout and "spes join LINK" in ended.stdout
-    assert all(f"\n  {name} " in ended.stdout for name in COMMANDS)
+    assert all(f"\n  {name} " in ended.stdout or f"spes {name} " in ended.stdout for name in COMMANDS)
 
 
 def test_a_mistyped_command_is_told_the_right_one():
@@ -430,6 +432,8 @@ def test_flags_are_answered_before_anything_heavy_is_imported():
 
 
 def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = str(taken.getsockname()[1])
     made = tmp_path / "made"
     made.mkdir()
     (made / "file").touch()
@@ -445,10 +449,13 @@ def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
         *(["monitor", "--run-id", "r", "--initial-peers", "/ip4/1.2.3.4"], ["simulate", "nowhere.yaml"]),
         *(["evaluate", "nowhere"], ["evaluate", str(made)], ["plan", "--from", "nowhere"], ["amend", "nowhere"]),
         *(["upcycle", "--from", "nowhere", *upcycled], ["invite", "nowhere"]),
+        *([*peer, "--port", port], [*peer, "--page", f":{port}"]),
+        *(["chat", "nowhere"], ["chat", "spes:abc"], ["chat", str(made)]),
         ["tokenize", "--file-glob", "nowhere*.txt", "--output-prefix", "shards/"],
     ]
     words = [sys.executable, "-c", ANSWERS, json.dumps(cases)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
+    with taken:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
     for words, line in zip(cases, ended.stdout.splitlines(), strict=True):
         code, imported, _ = json.loads(line)
         assert code == 2 and not set(imported) & set(HEAVY), words
@@ -474,7 +481,8 @@ def test_ctrl_c_while_it_imports_ends_it_quietly(tmp_path):
     # The interrupt comes from the first heavy import itself, so it always hits.
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
     ended = spes("peer", "--run-id", "r", "--output", str(tmp_path / "out"), PYTHONPATH=str(tmp_path))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    begins = "founding run r (to join a run: spes join LINK); it takes up to half a minute to load\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", begins)
 
 
 def chained() -> Exception:
@@ -521,6 +529,17 @@ def test_a_really_full_disk_ends_in_one_line(capsys, restored_signals):
     with pytest.raises(SystemExit) as ended:
         entry_point(PeerConfig, main, ["--run-id", "r"])
     assert ended.value.code == 2 and "no space left on the disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_memory_that_runs_out_ends_in_one_line(device, capsys, restored_signals):
+    def main(config: PeerConfig) -> int:
+        return torch.empty(2**50, dtype=torch.uint8, device=device).numel()
+
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, main, ["--run-id", "r"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: out of memory: ") and said.count("\n") == 1
 
 
 def test_a_warning_that_repeats_is_said_once_a_minute_with_its_number():
@@ -656,7 +675,9 @@ def commands_of_pages() -> list[str]:
     pages = [page.read_text() for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))]
     blocks = [block for page in pages for block in re.findall(r"^```[a-z]*\n(.*?)^```", page, re.M | re.S)]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [match[1] for line in lines if (match := re.match(r"(?:\$ )?spes (.*?)(?:\s+#.*)?$", line))]
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        lines += [line for cell in json.loads(notebook.read_text())["cells"] for line in cell["source"]]
+    return [match[1] for line in lines if (match := re.match(r"(?:\$ |!)?spes (.*?)(?:\s+#.*)?$", line))]
 
 
 @pytest.mark.parametrize("command", commands_of_pages())

@@ -86,7 +86,7 @@ START = ranges({"start": StartConfig, "rope": RopeConfig})
 ADAPTER = ranges({"adapter": AdapterConfig})
 REQUIRED = ("vocab_size", "max_position_embeddings")
 ROPE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-OF_START = ("rope", "shared", "slots", "kept", "source", "generation", "tokenizer")
+OF_START = ("rope", "shared", "slots", "kept", "source", "generation", "tokenizer", "config", "tensors")
 ENDS = {
     (section, name): [value_schema(schema)[key] for key in ("minimum", "maximum") if key in value_schema(schema)]
     for section, cls in sections(RunConfig).items()

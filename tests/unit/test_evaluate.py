@@ -399,7 +399,7 @@ def test_more_examples_than_there_are_is_said_so(checkpoint, task_path):
 def test_without_lm_eval_its_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     config = evaluate.EvaluateConfig(checkpoint=Path("absent"), suite="spes")
-    with pytest.raises(ConfigError, match=r"needs lm-eval .*; pip install 'spes-p2p\[all\]'"):
+    with pytest.raises(ConfigError, match=r"tasks and suites need lm-eval .*; pip install 'spes-p2p\[all\]'"):
         evaluate.evaluate(config)
 
 

@@ -14,7 +14,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
 from spes_p2p.peer.joining import ADDRESS_FILE, listen_port
 from spes_p2p.peer.life import _to_resume
-from spes_p2p.peer.settings import _for_link, _link_rounds, _on_files, _suited, check_choices
+from spes_p2p.peer.settings import _link_rounds, _on_files, _suited, check_choices, for_link
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
 from spes_p2p.planner.size import free_gpu_bytes, model_size
 from spes_p2p.swarm.records import MAX_CLAIMED
@@ -146,7 +146,7 @@ def test_a_founders_uplink_decides_how_long_rounds_are(words, least, said, caplo
     caplog.set_level("INFO")
     config = load_settings(PeerConfig, ["--run-id", "r", "--config", "configs/home_1b.yaml", *words])
     assert config.run is not None
-    rounds = _for_link(config, config.run, config.run.data.vocab_size).round
+    rounds = for_link(config, config.run, config.run.data.vocab_size).round
     assert least <= rounds.min_seconds < 1.25 * least and (said in caplog.text if said else not caplog.text)
 
 
@@ -168,7 +168,7 @@ def test_peers_with_a_slow_uplink_send_little_unless_their_founder_chooses_other
     caplog.set_level("INFO")
     config = load_settings(PeerConfig, ["--run-id", "r", *words])
     before = config.run or RunConfig()
-    run = _for_link(config, before, 4096)
+    run = for_link(config, before, 4096)
     assert (run.codecs.shared, run.codecs.slots, run.outer.moments) == (*codecs, moments)
     is_lean = "int4" in codecs
     assert ("for short rounds at this uplink" in caplog.text) == is_lean

@@ -29,7 +29,7 @@ class ScriptedSwarm:
         self.watchdog = SimpleNamespace(seconds_alone=0.0, neighbours=1)
         self.waits = ""
         self.bodies = {number: body(number, {0: 1000 * number, 1: 1000}) for number in (1, 2, 3)}
-        self.consensus = SimpleNamespace(waiting=lambda: self.waits, bodies=lambda: self.bodies)
+        self.consensus = SimpleNamespace(waiting=lambda: self.waits, bodies=lambda: self.bodies, known=lambda: None)
         self.links = SimpleNamespace(ways=lambda: {peer_id(1): "met"})
         self.reports: list[Metrics] = []
         self.silences = 0
@@ -41,8 +41,8 @@ class ScriptedSwarm:
         voters = {peer_id(0): "", peer_id(1): "eBthumXyeBthumXy"}
         return SimpleNamespace(round=2, voters=(*voters, peer_id(2)), seats={**voters, peer_id(2): "eBthumXyeBthumXy"})
 
-    def known(self) -> None:
-        return None
+    def names(self) -> dict[str, str]:
+        return {peer_id(1): "Ann"}
 
     def traffic(self) -> tuple[int, int]:
         return 11, 22
@@ -55,6 +55,12 @@ class ScriptedSwarm:
         return {record.peer_id: record for record in records}
 
 
+def entered(swarm: Any, run: RunConfig | None = None) -> Any:
+    manifest = SimpleNamespace(vocab_size=300)
+    revisions = SimpleNamespace(run=run or RunConfig())
+    return SimpleNamespace(swarm=swarm, revisions=revisions, admission=SimpleNamespace(manifest=manifest))
+
+
 @pytest.fixture
 def swarm():
     return ScriptedSwarm()
@@ -63,9 +69,8 @@ def swarm():
 @pytest.fixture
 def page(swarm, tmp_path, monkeypatch):
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
-    revisions = SimpleNamespace(run=RunConfig())
     config, controls = PeerConfig(run_id="run", output=tmp_path), Controls(tmp_path)
-    with shown(config, swarm, revisions, controls) as page:  # type: ignore[arg-type]
+    with shown(config, entered(swarm), controls) as page:
         assert page is not None
         yield page
 
@@ -149,7 +154,7 @@ def test_the_page_tells_others_the_flags_that_they_need_beside_the_link(own, dat
     config = PeerConfig(run_id="run", output=tmp_path, **own)
     for is_closed in (False, True):
         run = RunConfig.model_validate({"data": data, "invite_only": is_closed})
-        with shown(config, swarm, SimpleNamespace(run=run), Controls(tmp_path)):  # type: ignore[arg-type]
+        with shown(config, entered(swarm, run), Controls(tmp_path)):
             state = wait_for(tmp_path, lambda state: "link" in state["run"])
         assert state["run"]["link"] == f"spes:run.abc{flags}{' --invite ...' if is_closed else ''}"
         assert state["run"]["code"] == list(qr_rows("spes:run.abc")), "what a phone reads is the link alone"
@@ -157,16 +162,15 @@ def test_the_page_tells_others_the_flags_that_they_need_beside_the_link(own, dat
 
 def test_a_peer_without_a_page_has_none(swarm, tmp_path):
     config = PeerConfig(run_id="run", output=tmp_path, page="off")
-    with shown(config, swarm, SimpleNamespace(), Controls(tmp_path)) as page:  # type: ignore[arg-type]
+    with shown(config, entered(swarm), Controls(tmp_path)) as page:
         assert page is None and not (tmp_path / "page").exists()
 
 
 def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_log(swarm, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
-    revisions = SimpleNamespace(run=RunConfig())
     controls = Controls(tmp_path)
     config = PeerConfig(run_id="run", output=tmp_path)
-    with caplog.at_level("INFO"), shown(config, swarm, revisions, controls) as page:  # type: ignore[arg-type]
+    with caplog.at_level("INFO"), shown(config, entered(swarm), controls) as page:
         assert page is not None
         page.say("")
         controls.act("pause", {})
@@ -182,10 +186,9 @@ def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_lo
 
 def test_a_page_for_other_machines_shows_no_rules(swarm, tmp_path, monkeypatch):
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
-    revisions = SimpleNamespace(run=RunConfig())
     config = PeerConfig(run_id="run", output=tmp_path, page="0.0.0.0:0")
     controls = Controls(tmp_path)
-    with shown(config, swarm, revisions, controls) as page:  # type: ignore[arg-type]
+    with shown(config, entered(swarm), controls) as page:
         assert page is not None
         controls.act("rules", {"programs": "blender"})
         address = (tmp_path / "page").read_text().strip()

@@ -10,10 +10,17 @@ from spes_p2p.commands.plan import PlanConfig, main, vocabulary
 from spes_p2p.config import DataConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.training import speed
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = ["--config", str(ROOT / "configs" / "spes_7b.yaml")]
 LOCAL = ["--config", str(ROOT / "configs" / "local_experiment.yaml")]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Measure this machine for less than a second."""
+    monkeypatch.setattr(speed, "MEASURE_SECONDS", 0.1)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -35,6 +42,12 @@ def test_says_what_a_peer_needs_by_part(capsys):
     parts = ("weights, shared", "weights, slots", "gradients", "optimizer state, adamw", "frozen experts, nf4")
     assert sum(row(text, part)[-1] for part in parts) == pytest.approx(20.99, abs=0.03)
     assert re.search(r"a GPU with 48 GB free can train \d+ of 32 slots at most", text)
+
+
+def test_says_whether_it_fits_and_names_the_default_model_only_if_nothing_else_does(capsys):
+    text = planned(capsys, *LOCAL, "--slots", "4", "--memory-gb", "24")
+    assert f"fits: {row(text, '= training')[0]:.3g} of 24 GB\n" in text and "default model" not in text
+    assert planned(capsys, "--slots", "4", "--memory-gb", "24").startswith("the default model")
 
 
 def test_the_optimizer_and_the_storage_are_the_machines_to_choose(capsys):
@@ -62,6 +75,7 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys):
     averaging += row(text, "replicating slots")[0]
     assert row(text, "averaging  ")[0] == pytest.approx(averaging * 80, rel=0.01)
     assert row(text, "fetching  ")[0] == pytest.approx(fetching * 80, rel=0.01)
+    text = planned(capsys, *flags, "--uplink-mbit", "100", "--memory-gb", "500")
     assert re.search(r"training +unknown +--tokens-per-second", text)
     assert re.search(
         r"training +\d+ +\d+% of the round", planned(capsys, *flags, "--uplink-mbit", "9", "--tokens-per-second", "9")
@@ -114,12 +128,12 @@ def test_a_phase_that_its_deadline_would_cut_short_is_marked(capsys):
 
 
 def test_without_slots_it_plans_as_many_as_fit(capsys):
-    text = planned(capsys, *LOCAL, "--memory-gb", "0.93")
+    text = planned(capsys, *LOCAL, "--memory-gb", "0.92")
     fitting = int(re.search(r"can train (\d+) of 16 slots at most", text)[1])  # type: ignore[index]
     assert 0 < fitting < 16 and f"a peer with {fitting} of the slots" in text
-    planned(capsys, *LOCAL, "--memory-gb", "0.93", "--slots", str(fitting))
+    planned(capsys, *LOCAL, "--memory-gb", "0.92", "--slots", str(fitting))
     with pytest.raises(ConfigError, match=f"claim at most {fitting}"):
-        main(load_settings(PlanConfig, [*LOCAL, "--memory-gb", "0.93", "--slots", str(fitting + 1)]))
+        main(load_settings(PlanConfig, [*LOCAL, "--memory-gb", "0.92", "--slots", str(fitting + 1)]))
     assert "a peer with 16 of the slots" in planned(capsys, *LOCAL)  # in this machine's free memory
 
 
@@ -134,7 +148,7 @@ def test_a_peer_that_is_alone_needs_less_at_a_rounds_end(capsys):
 
 def test_a_plan_that_does_not_fit_is_printed_and_refused_with_what_takes_less(capsys):
     flags = [*SEVEN, "--device", "cuda", "--memory-gb", "24"]
-    said = "training 8 slots needs 53.4 GB, 29.4 GB more than the 24 GB there are; save memory with --inner-optimizer"
+    said = "training 8 slots needs 53.3 GB, 29.3 GB more than the 24 GB there are; save memory with --inner-optimizer"
     with pytest.raises(ConfigError, match=said):
         main(load_settings(PlanConfig, [*flags, "--slots", "8"]))
     assert "= static" in capsys.readouterr().out

@@ -233,7 +233,7 @@ def test_a_run_that_diverges_ends_and_says_so(folder, peers):
     settings = scenario(folder, peers=peers)
     train = settings.run.train.model_copy(update={"lr": 1e30, "warmup_rounds": 0.0})
     diverging = settings.model_copy(update={"run": settings.run.model_copy(update={"train": train})})
-    with pytest.raises(DataError, match=r"finite gradient, in 5 attempts in a row; .*lower train\.lr"):
+    with pytest.raises(DataError, match=r"finite gradient, for the 5th time in a row; .*lower train\.lr"):
         simulate(diverging, cache=folder / "cache")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from spes_p2p.monitor.events import Event
 from spes_p2p.monitor.sinks import number_or_dash
 from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
-from spes_p2p.presentation import MAX_QUOTE_CHARS, printable, qr_rows
+from spes_p2p.presentation import MAX_QUOTE_CHARS, printable, printable_text, qr_rows
 from spes_p2p.swarm.invites import SHOWN_LETTERS
 from spes_p2p.swarm.names import slot_ranges
 
@@ -23,7 +23,6 @@ MAX_ROUNDS = 300
 """Points of a curve; of a longer run every second round is shown, or every fourth, and so on, and the newest."""
 MAX_PEERS = 128
 MAX_EVENTS = 60
-MAX_SAMPLES = 24
 Sections = dict[str, Any]
 Told = tuple[tuple[int, str], ...]
 """Events in words with their times, the oldest first."""
@@ -100,7 +99,7 @@ def sections_of(state: PageState, told: Told = ()) -> Sections:
     return {
         "run": _run(state),
         "now": _now(state),
-        "figures": _figures(view, own),
+        "figures": _figures(view, own, state.run.get("active_params")),
         # Median seconds, by which the page guesses the time left.
         "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
         "rounds": {
@@ -114,6 +113,13 @@ def sections_of(state: PageState, told: Told = ()) -> Sections:
         "coverage": view.coverage,
         "peers": {_key(peer.peer_id): _peer(peer, view, own) for peer in shown},
         "matrix": {_key(peer.peer_id): _cells(peer) for peer in shown if peer.state == "active" and peer.slots},
+        "credit": {
+            "told": view.credit.told() if view.credit.rounds else "",
+            "peers": [
+                [_key(peer), tokens, view.credit.names.get(peer, "")]
+                for peer, tokens in list(view.credit.tokens.items())[:MAX_PEERS]
+            ],
+        },
         "events": told,
         "samples": _samples(view),
         "baselines": {
@@ -214,7 +220,7 @@ def _is_silent(peer: PeerView, view: SwarmView) -> bool:
     return not is_past and peer.state != "left" and view.now - peer.last_seen >= view.absence_seconds / 2
 
 
-def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
+def _figures(view: SwarmView, own: Own | None, active_params: int | None) -> dict[str, Any]:
     newest = [peer.report for peer in view.peers.values() if peer.report is not None]
     held_out = [loss for loss in view.held_out.values() if math.isfinite(loss)]
     summary = view.newest
@@ -236,6 +242,16 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
         "agreed": sum(round.agreement == 1.0 for round in view.rounds.values()),
         "rounds": sum(round.agreement > 0 for round in view.rounds.values()),
     }
+    if summary and summary.seconds:
+        left = view.total_rounds - view.published
+        at_end = view.tokens + left * summary.tokens
+        figures |= {
+            "left": round(left * summary.seconds),
+            "a_day": _digits(86_400 * summary.tokens_per_second),
+            "per_param": _digits(at_end / active_params, 3)
+            if isinstance(active_params, int) and active_params
+            else None,
+        }
     if own is not None:
         figures |= _own_figures(view, own)
     return figures
@@ -256,6 +272,7 @@ def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
     tokens = sum(view.rounds[number].tokens for number in numbers)
     return {
         "my_tokens": peer.report.total_tokens if peer is not None and peer.report is not None else 0,
+        "given": view.credit.tokens.get(own.peer_id),
         "share": _digits(counted / tokens, 3) if tokens else None,
         "my_sent": own.sent_bytes,
         "my_received": own.received_bytes,
@@ -316,14 +333,9 @@ def _samples(view: SwarmView) -> dict[str, Any]:
     for index, newest in enumerate(view.samples[max(view.samples)]):
         more = f".{index}" if index else ""  # of several conversations
         texts |= {f"prompt{more}": newest.prompt, f"truth{more}": newest.truth}
-        for number in thinned(sorted(view.samples), MAX_SAMPLES):
+        for number in thinned(sorted(view.samples), 24):
             texts |= {f"{number}{more}": sample.text for sample in view.samples[number][index : index + 1]}
-    return {name: _text(text) for name, text in texts.items()}
-
-
-def _text(text: str) -> str:
-    """Return text of several lines, each of which only shows."""
-    return "\n".join(printable(line.replace("\t", "    ")) for line in text.splitlines())
+    return {name: printable_text(text) for name, text in texts.items()}
 
 
 def _key(peer_id: str) -> str:

@@ -135,7 +135,8 @@ class DeltaEncoding:
                     name, format, contribution.deltas[name], has_residual=self.keeps(name)
                 )
         except ValueError as error:
-            log.warning("round %d: dropping this peer's work, because %s cannot be encoded: %s", round, name, error)
+            words = "round %d: dropping this peer's work, because %s cannot be encoded: %s (docs/trouble.md#loss)"
+            log.warning(words, round, name, error)
             self._pending = {}
             zeros = {name: torch.zeros(format.num_bytes, dtype=torch.uint8) for name, format in formats.items()}
             return member.model_copy(update={"tokens": 0}), zeros

@@ -86,7 +86,7 @@ class Exchange:
         try:
             answers = self._network.run(ask_all(), 2 * seconds)
         except TimeoutError:
-            log.warning("no peer answered in time; this machine may have stood still")
+            log.warning("no peer answered in time; this machine may have stood still (docs/trouble.md#standstill)")
             return {}
         for peer, answer in zip(peers, answers, strict=True):
             if isinstance(answer, BaseException):

@@ -82,9 +82,11 @@ class SwarmDHTProtocol(DHTProtocol):
 
     Attributes:
         answers: For each peer that was asked to accept this node: None, or its objection.
+        named: Peers whose addresses this peer's user has given, which may be plain nodes of hivemind's.
     """
 
     serializer = ShallowSerializer  # guard: skip
+    named: Collection[PeerID] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,9 +113,10 @@ class SwarmDHTProtocol(DHTProtocol):
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
         """Add a peer as a neighbour, unless it claims another DHT id than its own.
 
-        With chosen ids next to a key, an attacker would hold all copies of its records and could withhold them.
+        With chosen ids next to a key, an attacker would hold all copies of its records and could withhold them. Plain
+        nodes draw theirs; those that the user has named may.
         """
-        if node_id is not None and node_id != node_id_of(peer_id):  # guard: never
+        if node_id is not None and node_id != node_id_of(peer_id) and peer_id not in self.named:  # guard: never
             log.debug("%s claims a DHT id that is not its own", peer_id)
             return
         await super().update_routing_table(node_id, peer_id, responded)
@@ -209,8 +212,9 @@ class SwarmDHT(ChildDHT):
         subkey: The subkey of this peer's records.
     """
 
-    def __init__(self, p2p: P2P, validator: RecordValidator, **settings: Any) -> None:
+    def __init__(self, p2p: P2P, validator: RecordValidator, named: Collection[str] = (), **settings: Any) -> None:
         self.subkey = validator.subkey
+        self._named = frozenset(map(PeerID.from_base58, named))
         # In client mode the id is random: the node is no neighbour, and searches must not skip the entry that other
         # nodes may still hold of it from an earlier start.
         node_id = None if settings.get("client_mode") else node_id_of(p2p.peer_id)
@@ -220,6 +224,7 @@ class SwarmDHT(ChildDHT):
         # Stock builds its parts by these names; the patch affects only this process.
         stock_dht.DHTNode = SwarmDHTNode
         stock_node.DHTProtocol = SwarmDHTProtocol
+        SwarmDHTProtocol.named = self._named
         stock_protocol.DHTLocalStorage = BoundedStorage
         super().run()
 

@@ -41,7 +41,6 @@ from spes_p2p.swarm.hivemind_fixes.streams import (
 
 _PR_SET_PDEATHSIG = 1
 _LOCK_SECONDS = 5.0
-_SEARCH_PAUSE_SECONDS = 0.05
 _FUTURES_PER_CHUNK = 4000
 """One byte of shared memory each; with torch's header a page, which the kernel gives to a smaller chunk, too."""
 _SOCKETS = "spes-p2p-"
@@ -296,7 +295,7 @@ class DaemonP2P(LimitedP2P):
                 except ControlFailure as error:
                     if _NO_ROUTING_PEER not in str(error):  # guard: always
                         raise
-                await asyncio.sleep(_SEARCH_PAUSE_SECONDS)
+                await asyncio.sleep(0.05)
 
         try:
             await asyncio.wait_for(search(), seconds)

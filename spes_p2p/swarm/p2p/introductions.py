@@ -383,7 +383,7 @@ def called_back(node: Node) -> tuple[bool, list[str]]:
     try:
         answers = node.run(ask_all(), 2 * CALLED_BACK_SECONDS)
     except TimeoutError:
-        log.warning("no peer said in time whether it can call this one; this machine may have stood still")
+        log.warning("no peer said in time whether it can call this one (docs/trouble.md#standstill)")
         answers = []
     hosts = Counter(answer.host for answer in answers if answer.is_reached and answer.host)
     reached = [answer.is_reached for answer in answers]

@@ -25,13 +25,14 @@ from hivemind.utils.limits import increase_file_limit
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from spes_p2p.errors import AbsentError, ConfigError, JoinError
+from spes_p2p.errors import AbsentError, ConfigError, JoinError, one_line
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, share_memory_without_files
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_STREAMS_PER_PEER
 from spes_p2p.swarm.p2p.channel import Answer, Channel, open_stream, serve_streams
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore, Scope, dialled, scope_of
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE, LOOPBACK, check_port
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator
 
@@ -55,11 +56,8 @@ NOWHERE = "/ip4/192.0.2.1/udp/9"
 _TCP = re.compile(r"(/(?:ip[46]|dns[46]?)/[^/]+)/tcp/(\d+)((?:/p2p/[^/]+)?)")
 _CLOCK_ERROR = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (?P<peer>[\d.]+)\)"
 """hivemind's error where a newcomer's clock differs from an initial peer's."""
+COPIED = "docs/trouble.md#copied-folder"
 T = TypeVar("T")
-
-LOOPBACK = "127.0.0.1"
-EVERY_INTERFACE = "*"
-"""In place of an address to listen on: all interfaces, IPv4 and IPv6."""
 
 
 class UnreachableError(AbsentError):
@@ -152,7 +150,7 @@ async def start_p2pd(
     try:
         may_be_in_use = initial_peers and not (identity.is_new or is_again)
         if may_be_in_use and await _is_in_use(identity, initial_peers):  # guard: never
-            raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
+            raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own ({COPIED})")
         p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
             host_maddrs=at or None,
@@ -208,12 +206,22 @@ def quic_of(addresses: Sequence[str]) -> list[str]:
 
 
 def start_dht(
-    p2p: DaemonP2P, validator: RecordValidator, initial_peers: Sequence[str], *, client_mode: bool
+    p2p: DaemonP2P,
+    validator: RecordValidator,
+    initial_peers: Sequence[str],
+    *,
+    named: Collection[str] = (),
+    client_mode: bool,
 ) -> SwarmDHT:
-    """Start a DHT node in a process of its own; raise JoinError if it cannot join."""
+    """Start a DHT node in a process of its own, to which peers named by the user need not be this program's.
+
+    Raises:
+        JoinError: it cannot join.
+    """
     dht = SwarmDHT(
         p2p,
         validator,
+        named,
         initial_peers=initial_peers or None,
         client_mode=client_mode,
         cache_locally=False,
@@ -231,21 +239,23 @@ def start_dht(
 
 def _join_error(initial_peers: Sequence[str], error: BaseException) -> JoinError:
     log.info("could not start with %d initial peers: %r", len(initial_peers), error)
-    if not initial_peers:
-        return JoinError(f"cannot start the peer-to-peer daemon: {error}; see the log")
+    if not initial_peers or "[Errno" in str(error):  # p2pd's file is missing, or not for this machine
+        return JoinError(f"cannot start the peer-to-peer daemon: {one_line(error)} (docs/trouble.md#p2pd)")
     if skew := re.search(_CLOCK_ERROR, str(error)):
         ahead = float(skew["local"]) - float(skew["peer"])
         return JoinError(
             f"this machine's clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's, and 3 s "
-            f"are allowed; set it (`timedatectl set-ntp true`) and start again"
+            f"are allowed; set it (`timedatectl set-ntp true`) and start again (docs/trouble.md#clock)"
         )
     return unreachable(initial_peers)
 
 
 def unreachable(addresses: Sequence[str]) -> UnreachableError:
     """Return the error that names all addresses dialled in vain."""
-    remedy = "check that those peers run, and the link or --initial-peers"
-    return UnreachableError(f"no answer from {', '.join(addresses)}; {remedy}")
+    return UnreachableError(
+        f"no answer from {', '.join(addresses)}; check that those peers run, and the link or --initial-peers "
+        f"(docs/trouble.md#no-answer)"
+    )
 
 
 def check_addresses(addresses: Sequence[str], *, of_peers: bool = True) -> None:
@@ -259,26 +269,6 @@ def check_addresses(addresses: Sequence[str], *, of_peers: bool = True) -> None:
             ) from error
         if of_peers and not names_peer:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
-
-
-def check_port(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
-    """Return a port that is free at an address: `port`, or any if that is 0. p2pd's own message says less.
-
-    Raises:
-        ConfigError: it is occupied, or `host` is no address of this machine.
-    """
-    is_ip6 = ":" in host
-    where = f"[{host}]:{port}" if is_ip6 else f"{host}:{port}"
-    try:
-        with socket.socket(socket.AF_INET6 if is_ip6 else socket.AF_INET, kind) as probe:
-            if kind == socket.SOCK_STREAM:  # with UDP two sockets would share the port
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if is_ip6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
-            probe.bind((host, port))
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --host or --port") from error
 
 
 @functools.lru_cache(MAX_DECODED)
@@ -418,7 +408,8 @@ class Node:
             self._stop_daemons()
             self._listen = listen
             self.p2p = self.run(start_p2pd(self.identity, addresses, listen, is_again=True), 2 * STARTUP_SECONDS)
-        self.dht = start_dht(self.p2p, self._validator, addresses, client_mode=self.client_mode)
+        named = self._initial_peers.keys()
+        self.dht = start_dht(self.p2p, self._validator, addresses, named=named, client_mode=self.client_mode)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), self._loop)

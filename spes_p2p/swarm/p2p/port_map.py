@@ -1,10 +1,11 @@
-"""A port that the router forwards to this machine by UPnP while a peer runs, where its owner asks for that."""
+"""A peer's port: whether it is free, and that the router forwards it by UPnP while the peer runs."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from spes_p2p.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+EVERY_INTERFACE = "*"
+"""In place of an address to listen on: all interfaces, IPv4 and IPv6."""
 SEARCH_MS = 2000
 LEASE_SECONDS = 7 * 86_400
 """Longest time that a mapping outlives a peer that was killed; some routers keep none longer."""
@@ -20,6 +24,28 @@ RENEW_SECONDS = 3600.0
 """Interval at which the mapping is asked for again: it ends with its lease, and when the router starts anew."""
 STOP_SECONDS = 10.0
 PROTOCOLS = ("TCP", "UDP")
+
+
+def check_port(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
+    """Return a port that is free at an address: `port`, or any if that is 0. p2pd's own message says less.
+
+    Raises:
+        ConfigError: it is occupied, or `host` is no address of this machine.
+    """
+    is_ip6 = ":" in host
+    where = f"[{host}]:{port}" if is_ip6 else f"{host}:{port}"
+    try:
+        with socket.socket(socket.AF_INET6 if is_ip6 else socket.AF_INET, kind) as probe:
+            if kind == socket.SOCK_STREAM:  # with UDP two sockets would share the port
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_ip6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
+            probe.bind((host, port))
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {where}: {error.strerror}; choose another --host or --port (docs/trouble.md#port)"
+        ) from error
 
 
 @contextlib.contextmanager

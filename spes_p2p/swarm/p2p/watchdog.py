@@ -84,7 +84,7 @@ class Watchdog:
 
     def _find_death(self) -> str:
         if not self._node.p2p.is_running():  # guard: never
-            return f"p2pd, through which this peer talks to all others, has died ({self._node.p2p.ending})"
+            return f"p2pd, which connects this peer to others, has died ({self._node.p2p.ending}; docs/trouble.md#p2pd)"
         if not self._node.dht.is_alive():  # guard: never
             return "this peer's DHT process has died"
         if self._node.p2p.has_lost_sockets():

@@ -1,15 +1,17 @@
 """Codecs refuse values that have no use, and bytes that no peer can have written."""
 
+import itertools
+
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.codecs import CODECS
 from spes_p2p.codecs.format import Format, Segment, codec_named
 from spes_p2p.errors import ConfigError, ExchangeError
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST, LARGEST_BF16 = torch.finfo(torch.float32).max, torch.finfo(torch.bfloat16).max
 
 
 @pytest.mark.parametrize("name", ["fp16", "", "nf4"])
@@ -102,5 +104,20 @@ def test_no_bytes_of_a_stranger_decode_to_anything_but_finite_numbers(name, data
         try:
             decoded_N = whole.decode(bytes(payload))
         except ExchangeError:
-            assume(False)
+            continue
         assert torch.isfinite(decoded_N).all() and not (non_negative and (decoded_N < 0).any())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_largest_numbers_with_a_byte_changed_are_refused_or_finite(name):
+    """A codec that decodes a code, or a scale, that it never writes gets infinity or NaN here."""
+    for non_negative in (False, True) if CODECS[name][1] else (False,):
+        whole = Format([Segment(9, name, non_negative)])
+        sound = whole.encode(torch.full((9,), LARGEST_BF16)).numpy().tobytes()
+        for place, byte in itertools.product((0, 1, 2, 3, 4), range(256)):
+            payload = bytearray(sound)
+            payload[place] = byte
+            try:
+                assert whole.decode(payload).isfinite().all(), (non_negative, place, byte)
+            except ExchangeError:
+                continue

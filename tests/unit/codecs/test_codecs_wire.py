@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -72,6 +73,8 @@ def plainly_decoded(name: str, data: bytes, numel: int, root: bool = False) -> l
 def test_the_config_offers_all_codecs_and_no_others():
     assert list(get_args(CodecName)) == list(CODECS) and list(get_args(MomentCodecName)) == FOR_MOMENTS
     assert all(codec_named(name, True).non_negative for name in FOR_MOMENTS)
+    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
+    assert all(f"`{name}`" in page for name in CODECS)
 
 
 @pytest.mark.parametrize("name", BITS)

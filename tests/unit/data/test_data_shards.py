@@ -34,7 +34,7 @@ T = 16
 
 DOCUMENTS = ["datatrove_uint16", "datatrove_uint32", "megatron_datatrove", "megatron_uint16", "megatron_int32"]
 DOCUMENTS += ["mds_raw", "mds_zstd", "mds_any", "mds_bytes"]
-RUNS = ["spes_uint16", "spes_uint32", "npy/flat.npy"]
+RUNS = ["spes_uint16", "spes_uint32", "npy/flat.npy"]  # their formats do not say where documents end
 
 
 def windows_in(part: module.TokenPart, indices: np.ndarray) -> np.ndarray:
@@ -261,6 +261,15 @@ BAD = {
     "a picture among shards": ("spes_uint16", add("logo.png", b"\x89PNG"), "logo.png", "by a pattern"),
     "text among shards": ("spes_uint16", add("a.jsonl", b"{}"), "a.jsonl", "--text"),
 }
+
+
+@pytest.mark.parametrize("ending", [each.ending for each in shard_formats.FORMATS])
+def test_every_format_has_a_fixture_damaged_copies_and_a_row_in_the_docs(ending):
+    files = {name: [FIXTURES / name, *(FIXTURES / name).glob("*")] for name in (*DOCUMENTS, *RUNS)}
+    names = {name for name, found in files.items() if any(file.name.endswith(ending) for file in found)}
+    assert names and names & {name for name, *_ in BAD.values()}
+    table = [line for line in (FIXTURES.parents[2] / "docs" / "data.md").read_text().splitlines() if line[0:1] == "|"]
+    assert any(f"{ending}`" in line for line in table)
 
 
 @pytest.mark.parametrize("case", BAD)

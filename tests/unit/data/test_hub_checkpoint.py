@@ -1,5 +1,6 @@
 """A checkpoint of the hub is downloaded by its commit, without code and pickles, and read like a folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hub_server import COMMIT, hub_of
 
 from spes_p2p.config import DataConfig, RunConfig, StartConfig
 from spes_p2p.data.hub import checkpoint_folder
-from spes_p2p.errors import DataError, OutageError
+from spes_p2p.errors import ConfigError, DataError, OutageError
 from spes_p2p.model.start import model_of
 from spes_p2p.training.build import with_digests
 
@@ -42,6 +43,16 @@ def test_a_run_starts_from_a_checkpoint_of_the_hub(hub, tmp_path, name):
     asked = len(hub.asked)
     again, _ = checkpoint_folder(Path(f"someone/small@{COMMIT}"))
     assert again == folder and not any("safetensors" in path for path in hub.asked[asked:]), "it is kept"
+
+
+def test_a_model_that_no_run_trains_is_refused_before_its_weights_are_asked_for(hub, tmp_path):
+    file = tmp_path / "hub" / "models" / "someone" / "small" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mlp_bias": True}))
+    with pytest.raises(ConfigError, match="sets mlp_bias=True, where a run has False"):
+        checkpoint_folder(Path("someone/small"), model_of)
+    assert any("config.json" in path for path in hub.asked)
+    assert not any("safetensors" in path and "GET" in path for path in hub.asked)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["someone/nothing", f"someone/small@{'d' * 40}"])

@@ -19,7 +19,9 @@ from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RunConfig, Tra
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.build import build_slot_model, outline
 from spes_p2p.model.export import save_checkpoint
+from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, model_of
+from spes_p2p.peer.life import _slots_by_data
 from spes_p2p.planner.size import model_size
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -27,7 +29,7 @@ from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import StartBundles, WholeModel, with_digests
 from spes_p2p.training.ranks import Ranks
 from spes_p2p.training.slots import HeldSlots
-from spes_p2p.training.trainer import Trainer
+from spes_p2p.training.trainer import ROUTING_BATCHES, Trainer
 
 families = pytest.mark.parametrize("family", sorted(CONFIGS))
 
@@ -133,6 +135,21 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
     assert expected[-1] < expected[0] - 0.25, "it learns"
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "mistral"])
+def test_the_loss_in_chunks_is_that_of_the_logits_as_the_family_makes_them(tmp_path, monkeypatch, family):
+    monkeypatch.setattr("spes_p2p.planner.activations.LOGITS_BYTES", 5 * 4 * ROWS)
+    source, ids_BT = saved(tmp_path / "stock", family), tokens(2, SEQUENCE + 1)
+    run = started(source)
+    model = build_slot_model(
+        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=None, claimed=(), storage="fp32"
+    )
+    model.load_shared(StartWeights(source, model).read(None))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(source)(ids_BT[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, 1:].flatten())
+    assert held_out_loss(model.module, [ids_BT]) == pytest.approx(float(expected), abs=1e-5)
+
+
 def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path):
     source = saved(tmp_path / "stock", "qwen3_moe")
     run = started(source, outer=OuterConfig(optimizer="nesterov"))
@@ -213,7 +230,10 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path):
         ("llama", {"mlp_bias": True}, "sets mlp_bias=True"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 1}, "=8"),
         ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention=True"),
-        ("gemma", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "holds Gemma2ForCausalLM"),
+        ("gemma", {"model_type": "cohere", "architectures": ["CohereForCausalLM"]}, "holds CohereForCausalLM"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention=True, which no run"),
+        ("phi3", {"resid_pdrop": 0.1}, "sets resid_pdrop=0.1, which no run has"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
         ("olmoe", {"rms_norm_eps": -1.0}, "norm_eps"),
         ("olmoe", {"attention_dropout": 0.1}, "sets attention_dropout=0.1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "sets router_jitter_noise=0.1"),
@@ -300,6 +320,33 @@ def test_a_manifest_that_contradicts_itself_is_refused(family, start, message):
         ModelConfig.model_validate({"family": family, **experts, "start": whole | start})
 
 
+def test_a_carried_configuration_has_settings_of_its_family_alone_and_the_tensors_that_it_names(tmp_path):
+    """Transformers would fetch a kernel that a manifest names from the hub, and run it."""
+    model = model_of(saved(tmp_path / "stock", "qwen2"))
+    start = model.start
+    assert start is not None
+    for changes, message in (
+        (
+            {"config": start.config | {"attn_implementation": "someone/kernel"}},
+            "Qwen2Config lacks: attn_implementation",
+        ),
+        ({"config": start.config | {"auto_map": {}}}, "lacks: auto_map; leave this run"),
+        ({"config": start.config | {"hidden_act": "none"}}, "settings make no"),
+        ({"config": start.config | {"rope_parameters": 3}}, "settings make no"),
+        ({"tensors": start.tensors[1:]}, "has other tensors than its manifest says; leave this run"),
+    ):
+        changed = model.model_copy(update={"start": start.model_copy(update=changes)})
+        with pytest.raises(ConfigError, match=message):
+            outline(changed, VOCAB, SEQUENCE)
+    larger = start.config | {"num_hidden_layers": 10**6, "vocab_size": 10**9}
+    bounded = model.model_copy(update={"start": start.model_copy(update={"config": larger})})
+    assert outline(bounded, VOCAB, SEQUENCE).shapes() == outline(model, VOCAB, SEQUENCE).shapes()
+    shape = model.model_dump() | {"start": start.model_copy(update={"tensors": []}).model_dump()}
+    for changed in (shape, shape | {"start": None}):
+        with pytest.raises(ValidationError, match=r"model\.family=qwen2 needs a checkpoint to start from; name one"):
+            ModelConfig.model_validate(changed)
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
@@ -312,3 +359,43 @@ def test_a_manifest_that_contradicts_itself_is_refused(family, start, message):
 def test_a_dense_family_has_no_experts_and_a_mixture_has_some(shape, message):
     with pytest.raises(ValidationError, match=re.escape(message)):
         ModelConfig.model_validate(shape)
+
+
+def test_slots_are_chosen_by_the_routing_of_own_data(tmp_path, seed):
+    """What stock routers choose of the next batches; afterwards the data go on where they were."""
+    source = saved(tmp_path / "stock", "qwen3_moe")
+    run = started(source, train=TrainConfig(batch_size=4))
+    model = build_slot_model(
+        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=None, claimed=(), storage="fp32"
+    )
+    ids_NT = torch.randint(VOCAB, (4 * ROUTING_BATCHES + 4, SEQUENCE + 1))
+    trainer = Trainer(model, run.train, Repeatable(ids_NT), Ranks("cpu"))
+    bundles = StartBundles(run, VOCAB, source)
+    chosen = _slots_by_data(trainer, lambda: bundles, 2)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        logits = plain(ids_NT[:-4, :-1], output_router_logits=True).router_logits
+    experts = torch.cat([layer_TE.topk(2, dim=-1).indices.flatten() for layer_TE in logits])
+    counts = experts.bincount(minlength=EXPERTS)
+    assert chosen == counts.argsort(descending=True, stable=True)[:2].tolist(), counts
+    assert torch.equal(trainer.data.next_batch(4), ids_NT[:4])
+    with pytest.raises(ConfigError, match=r"--slots-by-data: it needs this machine's copy of the model \(--from\)"):
+        _slots_by_data(trainer, None, 2)
+
+
+class Repeatable:
+    """Sequences in their order, from a place that can be restored."""
+
+    def __init__(self, ids_NT: torch.Tensor) -> None:
+        self._ids_NT = ids_NT
+        self._place = 0
+
+    def next_batch(self, batch_size: int) -> torch.Tensor:
+        self._place += batch_size
+        return self._ids_NT[self._place - batch_size : self._place]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self._place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._place = state["place"]

@@ -288,7 +288,8 @@ def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp
     ):
         assert fact in card, fact
     contributors = card.split("## Contributors")[1]
-    assert f"- `{peer_id(1)}`" in contributors and peer_id(2) not in contributors, "who trained nothing is none"
+    assert f"- `{peer_id(1)}`: 100\n" in contributors and "certificates of rounds 1 to 1" in contributors
+    assert peer_id(2) not in contributors, "who trained nothing is none"
     assert "that no public test shows" in card.split("## Limits of trust")[1].split("## Contributors")[0]
     assert "`owner/name`" in card and "`x  <img> [won](http://x)  `" in card, "shown as code from its start to its end"
     views = small_history()
@@ -303,7 +304,7 @@ def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp
     assert (
         "Tokens: 6,000," in card and "Held-out loss: 2.5000" in card and "Training loss in this round: 4.3000" in card
     )
-    assert f"- `{peer_id(0)}`" in card and f"- `{peer_id(1)}`" in card
+    assert f"- `{peer_id(1)}`: 100\n" in card and f"- `{peer_id(0)}`" not in card, "what a peer reports is no credit"
     export(peer.folder, tmp_path / "before", 2)
     card = (tmp_path / "before" / "README.md").read_text()
     assert "Held-out loss: 3.2500" in card and "Tokens: 4,000," in card

@@ -106,6 +106,15 @@ def test_cells_tell_trained_slots_from_new_claims():
     assert sections(view)["matrix"] == {key(0): "0-1|2,5"}
 
 
+def test_the_time_left_and_the_tokens_per_parameter_are_as_if_all_rounds_were_like_the_newest():
+    view = small_history()[-1]
+    newest, left = view.newest, view.total_rounds - view.published
+    figures = sections_of(PageState(view, {"active_params": 100}))["figures"]
+    assert figures["left"] == round(left * newest.seconds) and figures["a_day"] == 86400 * newest.tokens_per_second
+    assert figures["per_param"] == (view.tokens + left * newest.tokens) / 100
+    assert sections(view)["figures"]["per_param"] is None, "an old record of a run does not say its size"
+
+
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_the_newest_point_and_figures_are_of_a_round_that_all_members_have_reported(number):
     claims, before = [claim(index, [index]) for index in range(3)], small_history(number - 1)[-1]

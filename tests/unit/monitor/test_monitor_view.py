@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.monitor.credit import WEIGHT_CAP
 from spes_p2p.monitor.events import EventLog
-from spes_p2p.monitor.view import KEPT_ROUNDS, MAX_PEERS, WEIGHT_CAP, Snapshot, SwarmView, fold, look, summarise
+from spes_p2p.monitor.view import KEPT_ROUNDS, MAX_PEERS, Snapshot, SwarmView, fold, look, summarise
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
@@ -231,9 +232,10 @@ class Known:
 
     def __init__(self, known: set[str] | None, seen: Snapshot) -> None:
         self.peer_id = peer_id(0)
-        self.known, self._records = lambda: known, {Claim: seen.claims, Progress: seen.progress, Metrics: seen.metrics}
+        self._records = {Claim: seen.claims, Progress: seen.progress, Metrics: seen.metrics}
         self.now, self.read_now = lambda: seen.now, self._records.__getitem__
-        self.consensus = SimpleNamespace(bodies=lambda: seen.bodies)
+        self.consensus = SimpleNamespace(bodies=lambda: seen.bodies, known=lambda: known)
+        self.names = dict[str, str]
 
 
 def test_records_of_peers_that_no_certificate_knows_change_no_figure():

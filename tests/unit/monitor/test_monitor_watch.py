@@ -29,7 +29,7 @@ class ScriptedSwarm:
         self.members, self.ghosts = [0, 1], list[int]()
         self.silences = 0
         self.watchdog = ScriptedWatchdog()
-        self.consensus = SimpleNamespace(bodies=self.bodies)
+        self.consensus = SimpleNamespace(bodies=self.bodies, known=self.known)
         self.on_wait: Callable[[int], None] = lambda polls: None
         self.polls = 0
 
@@ -46,6 +46,9 @@ class ScriptedSwarm:
             Metrics: [report(i, self.round) for i in self.members] if self.round else [],
         }[kind]
         return {record.peer_id: record for record in records}
+
+    def names(self) -> dict[str, str]:
+        return {}
 
     def known(self) -> set[str] | None:
         return {peer_id(i) for i in (0, 1)} if self.round else None

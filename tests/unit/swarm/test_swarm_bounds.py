@@ -66,7 +66,8 @@ def test_a_list_has_a_length_and_no_document_takes_unknown_keys() -> None:
     assert not endless
     assert all(kind.model_config["extra"] == "forbid" for kind in FILLED_BY_PEERS)
     start = "Manifest.config.model.start."
-    mappings = {f"{start}generation", f"{start}tokenizer.special_tokens", f"{start}tokenizer.chat_templates"}
+    mappings = {f"{start}{name}" for name in ("config", "generation")}
+    mappings |= {f"{start}tokenizer.special_tokens", f"{start}tokenizer.chat_templates"}
     assert set(open_ended) == {"Member.starts", *mappings}, "their keys have a pattern, and their number is bounded"
 
 

@@ -13,7 +13,8 @@ from spes_p2p.swarm.p2p import introductions
 from spes_p2p.swarm.p2p.channel import Channel, answer_stream
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.p2p.introductions import BURST, CALLS, MAX_AT_ONCE, Introducer, Links, seen_at
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, _announced, quic_of
+from spes_p2p.swarm.p2p.node import ListenConfig, _announced, quic_of
+from spes_p2p.swarm.p2p.port_map import EVERY_INTERFACE
 from spes_p2p.swarm.p2p.rate_limit import Allowance
 
 INTRODUCER, OTHER, ASKER, TARGET, STRANGER = (hashed_peer_id(bytes([number])) for number in range(5))

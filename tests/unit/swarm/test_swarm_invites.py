@@ -109,6 +109,20 @@ def test_only_an_invite_to_vote_is_one(founder: IdentityKeys, guests: GuestList)
     assert guests.voting(shown, NOW) == {"a": Invite(votes[:16], 1, votes=True)}
 
 
+def test_a_peer_says_why_its_invite_gives_no_vote(founder: IdentityKeys) -> None:
+    votes, trains, ended = (
+        show(issue(founder, FOUNDING, ends, votes=votes), FOUNDING, "a")
+        for ends, votes in ((NOW, True), (NOW, False), (NOW - 1, True))
+    )
+    taken, seated = {"b": votes[:16]}, {"a": votes[:16]}
+    assert GuestList(FOUNDING, founder.peer_id, founder, votes).why_no_vote("a", taken, NOW) == (
+        ": all places of its invite are taken (1); ask the founder for another link (spes invite --votes)"
+    )
+    assert "ended 1 s ago; ask" in GuestList(FOUNDING, founder.peer_id, founder, ended).why_no_vote("a", {}, NOW)
+    for shown, seats in ((votes, {}), (votes, seated), (trains, {}), ("", {})):
+        assert GuestList(FOUNDING, founder.peer_id, founder, shown).why_no_vote("a", seats, NOW) == ""
+
+
 def body_with(round: Round, founder: IdentityKeys, guests: GuestList, invites: dict[str, str]) -> Proposal:
     proofs = guests.voting(invites, round.last.ends_at)
     body = round.body(invites=proofs)

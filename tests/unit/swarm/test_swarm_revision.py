@@ -107,7 +107,7 @@ def test_other_settings_cannot() -> None:
         *({"train": {"optimizer": "lamb"}}, {"outer": {"moments": "local"}}, {"codecs": {"shared": "int8"}}),
         *({"merge": {"alpha": 0.05}}, {"invite_only": True}, {"frozen_storage": "nf4"}),
     ):
-        with pytest.raises(ConfigError, match=r"cannot change from .*, only data.mixture, .* can; found a new run"):
+        with pytest.raises(ConfigError, match=r"cannot change from .*, only the number of .* can .*; found a new run"):
             check_changes(settings(), amend.changed(settings(), RunConfig.model_validate(change)))
 
 

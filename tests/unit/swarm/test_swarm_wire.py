@@ -8,16 +8,18 @@ import logging
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
+from agreement import Round
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.sim.network import VirtualNetwork
 from spes_p2p.swarm import wire as wires
 from spes_p2p.swarm.certificate import (
     DIGEST_LETTERS,
+    MAX_MEMBERS,
     MAX_SKIPPED,
     Body,
     Certificate,
@@ -27,6 +29,7 @@ from spes_p2p.swarm.certificate import (
     Point,
     Question,
     SlotState,
+    genesis,
     vote_for,
 )
 from spes_p2p.swarm.p2p.channel import Channel
@@ -57,7 +60,15 @@ Peers = dict[str, "Peer"]
 class Peer:
     """A peer with a key, a wire, and the messages that have come through it."""
 
-    def __init__(self, network: VirtualNetwork, identity: Identity, last: Body, *, client_mode: bool = False) -> None:
+    def __init__(
+        self,
+        network: VirtualNetwork,
+        identity: Identity,
+        last: Body,
+        *,
+        client_mode: bool = False,
+        through: Collection[str] = (),
+    ) -> None:
         self.last = last
         self.identity = identity
         self.keys = IdentityKeys(identity)
@@ -66,7 +77,7 @@ class Peer:
         self.node = network.node(identity.peer_id, "run", client_mode=client_mode)
         self.got: list[tuple[str, Wired]] = []
         take = lambda peer, message: self.got.append((peer, message))  # noqa: E731
-        self.wire = PeerWire(self.node, self.keys, lambda: self.last, tuple, lambda peer: False, take)
+        self.wire = PeerWire(self.node, self.keys, lambda: self.last, tuple, lambda peer: False, take, through)
         self.node.run(self.wire.serve(), SEND_SECONDS)
 
     def post(self, peer: Peer, *messages: Wired, seconds: float = 5.0) -> None:
@@ -238,6 +249,14 @@ def test_a_voter_may_send_what_the_runs_numbers_allow_and_a_stranger_no_more_tha
     assert [peer for peer, _ in one.got] == [two.peer_id] * 2
 
 
+def test_a_thousand_peers_may_meet_in_the_first_round_whose_members_no_body_names() -> None:
+    round = Round()
+    meeting = round.meeting()
+    meeting = meeting.model_copy(update={"entered": (meeting.entered * MAX_MEMBERS)[:MAX_MEMBERS]})
+    start = genesis("run", round.last.founder, "0" * 64, 64)
+    assert len(Envelope(meeting=meeting).encode()) <= message_bytes(start)
+
+
 def test_who_was_asked_may_answer_with_two_certificates_of_the_largest_run(peers: Peers) -> None:
     one, stranger = peers["one"], peers["stranger"]
     most = certificates_bytes(0)
@@ -376,6 +395,20 @@ def test_a_peer_that_cannot_be_called_gets_entries_through_another(peers: Peers,
     assert [peer for peer, _ in hidden.got] == [two.peer_id]
     message = hidden.got[0][1]
     assert message.entry.peer_id == one.peer_id and message.entry.is_signed(hidden.keys), "its author's key came along"
+
+
+def test_a_peer_that_does_not_train_passes_on_what_members_behind_routers_have_signed(
+    identities: list[Identity], network: VirtualNetwork, last: Body
+) -> None:
+    """Of a run behind routers nobody can be called but the node where its peers have met."""
+    members = tuple(member.model_copy(update={"calls_only": True}) for member in last.members)
+    last = last.model_copy(update={"members": members})
+    rendezvous = Peer(network, identities[5], last)
+    one, two = (Peer(network, each, last, client_mode=True, through=[rendezvous.peer_id]) for each in identities[:2])
+    network.cuts |= {(one.peer_id, two.peer_id)}
+    one.post(two, one.entered(), one.result(), one.goodbye(), seconds=3 * SEND_SECONDS)
+    assert [peer for peer, _ in two.got] == [rendezvous.peer_id] * 2
+    assert {type(message) for _, message in two.got} == {Entered, Result}
 
 
 def passes_on(sender: str, to: str, make: Callable[[Peer], Wired]) -> Callable[[Peers], tuple[Peer, Peer, bytes]]:

@@ -134,7 +134,7 @@ def test_a_gpu_that_is_not_there_is_noticed_before_anything_runs(tmp_path, made,
     write_sweep(tmp_path, {"a": SOLO, "b": SOLO | {"device": "cuda"}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for workers in (None, 2):
-        with pytest.raises(ConfigError, match=r"device=cuda.*set base\.device: cpu$"):
+        with pytest.raises(ConfigError, match=r"device=cuda.*set base\.device: cpu"):
             main(settings(tmp_path, workers=workers))
     assert made == [] and not (tmp_path / "out").exists()
 
@@ -170,8 +170,8 @@ def program(*words: object) -> subprocess.Popen[str]:
     ("words", "code", "said"),
     [
         (["simulat"], 2, "error: unknown command 'simulat'; did you mean simulate? see spes --help\n"),
-        (["--help"], 0, "simulate  compare ways to train"),
-        ([], 0, "simulate  compare ways to train"),
+        (["--help"], 0, "simulate   compare ways to train"),
+        ([], 0, "simulate   compare ways to train"),
         (["--version"], 0, "spes_p2p "),
         (["simulate", "--help"], 0, "usage: spes simulate STUDY"),
         (["simulate", "absent.yaml"], 2, "error: cannot read sweep absent.yaml"),

@@ -122,7 +122,7 @@ def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_non
     assert mine.held.usable() == [SHARED, *(["slot-0"] if answering else [])]
     if answering:
         pull_offered(peers[1].swarm, ["slot-0"], [peer_id(9)])
-        assert mine.fetched() == {"slot-0"} and not mine.held.lost
+        assert mine.fetched() == {"slot-0"} and not mine.held.unoffered
         assert mine.held.starts() == {} and mine.held.usable() == [SHARED, "slot-0"]
 
 

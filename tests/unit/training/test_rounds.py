@@ -325,7 +325,7 @@ def test_a_lone_peer_that_lacks_its_own_certified_version_goes_on_from_the_one_b
     lost = last.model_copy(update={"round": last.round + 1, "previous": last.digest, "shared": "f" * 64})
     monkeypatch.setattr(peer.swarm, "last", lambda: lost)
     monkeypatch.setattr(sync.held, "others", list)
-    sync.held.lost = {SHARED}
+    sync.held.unoffered = {SHARED}
     assert sync.held.model_round() == (lost if goes_on else last).round
     # Made again, it has another result, as on another device.
 
@@ -398,6 +398,6 @@ def test_a_run_without_a_finite_step_ends_after_five_attempts_and_says_what_help
         [peer] = run_virtual(tiny_run(round=rounds), num_peers=1, max_slots=4)
         assert [report.tokens for report in peer.reports] == [192] * 3
         return
-    with pytest.raises(DataError, match=r"round 2.* 5 attempts in a row.*train\.lr.*--device cpu"):
+    with pytest.raises(DataError, match=r"round 2.* 5th time in a row.*train\.lr.*--device cpu"):
         run_virtual(tiny_run(round=rounds), num_peers=1, max_slots=4)
     assert caplog.text.count("had a finite gradient") == MAX_FRUITLESS - 1

@@ -14,6 +14,7 @@ from lanes import sample
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from virtual import VOCAB, RandomTokens, tiny_run
@@ -133,6 +134,25 @@ def test_microbatches_change_nothing_but_rounding(micro, seed):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     assert_rounding_apart(state(split), state(whole))
     assert not torch.allclose(start[SHARED], state(whole)[SHARED], atol=1e-3), "it did learn"
+
+
+@pytest.mark.full  # the compiler takes half a minute
+def test_compiled_parts_change_nothing_but_rounding(seed):
+    for each in range(seed, seed + 3):
+        plain, compiled = (trainer(TRAIN, each, claimed=[0, STARVED], compile=way) for way in ("off", "auto"))
+        losses = learn(compiled), learn(plain)
+        if compiled.routed_tokens() == plain.routed_tokens():
+            break
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    assert_rounding_apart(state(compiled), state(plain))
+    assert counters["inductor"], "nothing was compiled"
+
+
+def test_without_a_compiler_training_goes_on_as_it_is(seed, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
+    assert trainer(TRAIN, seed, compile="auto").step(1e-2) == trainer(TRAIN, seed).step(1e-2)
+    assert "torch.compile does not work here" in caplog.text
 
 
 def test_a_microbatch_that_does_not_divide_the_batch_counts_by_its_rows(seed):

@@ -8,6 +8,8 @@ const tell = (id, words) => { if (at(id).textContent !== words) at(id).textConte
 const HELP = {
   tokens: "Tokens that the certificates of the rounds name, of all rounds that this page knows. A token is about three quarters of a word.",
   speed: "Tokens of the newest round over its wall time, synchronisation included.",
+  left: "Rounds left times the newest round's time, and the tokens of a day at its speed.",
+  per_param: "Tokens per active parameter at the run's end, if all rounds to come are like the newest. Without experts, 20 make the best model for its computation (Chinchilla, arXiv 2203.15556).",
   loss: "Mean cross entropy on the text that the peers train on, in nats per token, the voters' median. Lower is better.",
   held_out: "Cross entropy of the swarm's model on text that no peer trains on, in nats per token. Lower is better; the small figure is the start's, or those of the sources.",
   active: "Peers that train now. A peer that joins first downloads the model.",
@@ -29,6 +31,8 @@ const HELP = {
   peers_chart: "Members of each round, as its certificate names them.",
   mine: "Tokens that this machine trained in each committed round.",
   samples: "The model of each evaluated round continues the beginning of a held-out text, or replies to the first turn of held-out conversations, with its most likely token each time.",
+  given: "Tokens of this machine that counted, by the certificates of the rounds that it has seen.",
+  credit: "Thank you. Tokens that counted, by the certificates of the rounds that this machine has seen, and never by what a peer reports. A name is what its owner has set.",
   peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging. On a peer's own page \"link\" says how it reaches the other: by a direct call, met through both routers by an introduction, or through others, and \"votes\" by which of the founder's invites it votes on what counts.",
   controls: "What you have asked of this machine. An empty field is the default; a change takes effect within one step, the number of slots with the next round, the upload rate with the next start.",
   events: "What happened, newest first, in this device's time.",
@@ -42,6 +46,7 @@ const duration = (seconds) => {
 // Key, label, value, small print, whether only a peer (true) or only a monitor (false) has it.
 const TILES = [
   ["my_tokens", "my tokens", (f) => short(f.my_tokens), null, true],
+  ["given", "given, and counted", (f) => short(f.given), null, true],
   ["share", "my share", (f) => percent(f.share), null, true],
   ["traffic", "sent / received", (f) => `${bytes(f.my_sent)} / ${bytes(f.my_received)}`, null, true],
   ["memory", "memory", (f) => bytes(f.memory), null, true],
@@ -49,6 +54,8 @@ const TILES = [
   ["reach", "reachable", (f) => f.reach || "–", null, true],
   ["tokens", "swarm's tokens", (f) => short(f.tokens), (f) => (f.since > 1 ? `since round ${f.since}` : "")],
   ["speed", "tokens per second", (f) => short(f.speed)],
+  ["left", "time to the end", (f) => (f.left === undefined ? "–" : duration(f.left)), (f) => (f.left === undefined ? "" : `${short(f.a_day)} tokens a day`)],
+  ["per_param", "tokens per parameter", (f) => short(f.per_param), () => "Chinchilla: 20"],
   ["loss", "training loss", (f) => short(f.loss, 4)],
   ["held_out", "held-out loss", (f) => short(f.held_out, 4), (f) => f.held_out_sources || (f.held_out_first === null ? "" : `${short(f.held_out_first, 4)} at first`), false],
   ["active", "peers", (f) => String(f.active), (f) => (f.joining ? `${f.joining} joining` : "")],
@@ -81,6 +88,7 @@ function receive(state) {
   if (has("matrix", "run")) matrix.change();
   if (has("rounds", "held_out", "baselines")) showCharts();
   if (has("peers", "figures")) showPeers();
+  if (has("credit")) showCredit();
   if (has("events")) showEvents();
   if (has("control")) showControls();
   if (has("samples")) showSamples();
@@ -384,6 +392,13 @@ function showPeers() {
     row.append(...cells.map((words) => element("td", words)));
     return row;
   }));
+}
+
+function showCredit() {
+  const { told, peers } = data.credit;
+  at("credit").hidden = !peers.length;
+  at("credit-words").textContent = told;
+  at("given").replaceChildren(...peers.map(([key, tokens, owner]) => element("li", `${owner ? `${owner}, ` : ""}${name(key)}: ${short(tokens)} tokens`)));
 }
 
 function showEvents() {
