@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
-from spes_p2p.errors import AbsentError, ConfigError
+from spes_p2p.errors import AbsentError, ConfigError, RecordError
 from spes_p2p.swarm.agreement import Agreement
 from spes_p2p.swarm.certificate import (
     KNOWN_ROUNDS,
@@ -53,6 +53,26 @@ def has_reopened(output: Path, round: int | None) -> bool:
     """Return whether a peer's folder has a generation that began at a round."""
     path = output / FOLDER / CERTIFICATES
     return round is not None and path.exists() and f'"generation":"{round}:'.encode() in path.read_bytes()
+
+
+def why_no_vote(guests: GuestList, peer: str, seats: Mapping[str, str], now: float) -> str:
+    """Return why this peer's own invite to vote gives it no seat, and the remedy; empty if it has none, or a seat.
+
+    Args:
+        peer: This peer's id.
+        seats: Invites by the peers that have seats.
+        now: Seconds since 1970.
+    """
+    if not guests.shown or peer in seats:
+        return ""
+    try:
+        invite = guests.check(peer, guests.shown, now)
+        if not invite.votes or invite.has_place(seats):
+            return ""
+        reason = f"all places of its invite are taken ({invite.places})"
+    except RecordError as error:
+        reason = f"it {error}"
+    return f": {reason}; ask the founder for another link (spes invite --votes)"
 
 
 class Consensus:
@@ -225,7 +245,7 @@ class Consensus:
         if last.round and votes is not self._votes:
             self._votes = votes
             by = f"by invite {last.seats[me][:SHOWN_LETTERS]}" if last.seats.get(me) else "as the founder"
-            why = self._guests.why_no_vote(me, last.seats, self._network.now()) if self._guests else ""
+            why = why_no_vote(self._guests, me, last.seats, self._network.now()) if self._guests else ""
             without = f"trains without a vote{why} (docs/trouble.md#no-vote)"
             log.info("this peer %s", f"votes, {by}" if votes else without)
 

@@ -153,25 +153,6 @@ class GuestList:
                 refused[peer] = f"{peer} is one too many on its invite"
         return refused
 
-    def why_no_vote(self, peer: str, seats: Mapping[str, str], now: float) -> str:
-        """Return why this peer's own invite to vote gives it no seat, and the remedy; empty if it has none, or a seat.
-
-        Args:
-            peer: This peer's id.
-            seats: Invites by the peers that have seats.
-            now: Seconds since 1970.
-        """
-        if not self.shown or peer in seats:
-            return ""
-        try:
-            invite = self.check(peer, self.shown, now)
-            if not invite.votes or invite.has_place(seats):
-                return ""
-            reason = f"all places of its invite are taken ({invite.places})"
-        except RecordError as error:
-            reason = f"it {error}"
-        return f": {reason}; ask the founder for another link (spes invite --votes)"
-
     def voting(self, shown: Mapping[str, str], now: float) -> dict[str, Invite]:
         """Return the invites to vote among some peers' proofs; the others are left out."""
         found = {}

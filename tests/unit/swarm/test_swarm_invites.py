@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.consensus import why_no_vote
 from spes_p2p.swarm.invites import GuestList, Invite, issue, show
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from spes_p2p.swarm.proposal import Proposal, check_proposal
@@ -115,12 +116,12 @@ def test_a_peer_says_why_its_invite_gives_no_vote(founder: IdentityKeys) -> None
         for ends, votes in ((NOW, True), (NOW, False), (NOW - 1, True))
     )
     taken, seated = {"b": votes[:16]}, {"a": votes[:16]}
-    assert GuestList(FOUNDING, founder.peer_id, founder, votes).why_no_vote("a", taken, NOW) == (
+    assert why_no_vote(GuestList(FOUNDING, founder.peer_id, founder, votes), "a", taken, NOW) == (
         ": all places of its invite are taken (1); ask the founder for another link (spes invite --votes)"
     )
-    assert "ended 1 s ago; ask" in GuestList(FOUNDING, founder.peer_id, founder, ended).why_no_vote("a", {}, NOW)
+    assert "ended 1 s ago; ask" in why_no_vote(GuestList(FOUNDING, founder.peer_id, founder, ended), "a", {}, NOW)
     for shown, seats in ((votes, {}), (votes, seated), (trains, {}), ("", {})):
-        assert GuestList(FOUNDING, founder.peer_id, founder, shown).why_no_vote("a", seats, NOW) == ""
+        assert why_no_vote(GuestList(FOUNDING, founder.peer_id, founder, shown), "a", seats, NOW) == ""
 
 
 def body_with(round: Round, founder: IdentityKeys, guests: GuestList, invites: dict[str, str]) -> Proposal:
