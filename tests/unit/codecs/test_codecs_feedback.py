@@ -33,7 +33,9 @@ def test_all_that_was_sent_is_all_that_was_meant_but_for_the_last_error(name, nu
     assert ((meant_N - sent_N - error.whole().double()).abs() <= rounding).all()
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize(
+    "name", [name for name in LOSSY if not name.startswith("sparse")]
+)  # whose error is mostly delay
 def test_the_error_does_not_pile_up(name, seed):
     generator = torch.Generator().manual_seed(seed)
     numel = 5000
