@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import LongTensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from spes_p2p.commands.early import check_checkpoint
 from spes_p2p.config import DataConfig
@@ -99,6 +99,7 @@ def load_checkpoint(
     """
     check_checkpoint(directory)
     disable_progress_bar()
+    set_verbosity_error()  # missing tensors are refused below
     dtype = DTYPES[precision] if precision is not None else "auto"
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
