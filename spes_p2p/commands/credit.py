@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from spes_p2p.commands.early import is_link
 from spes_p2p.commands.export import visiting
 from spes_p2p.config.commands import CreditConfig
 from spes_p2p.config.link import JoinLink
@@ -20,7 +21,7 @@ def main(config: CreditConfig) -> int:
     Raises:
         DataError, JoinError: the folder or the swarm cannot be read.
     """
-    if config.source.startswith("spes:"):
+    if is_link(config.source):
         link = JoinLink.parse(config.source)
         with (
             tempfile.TemporaryDirectory() as folder,

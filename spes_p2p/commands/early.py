@@ -58,7 +58,7 @@ def refuse(config: CommandConfig) -> None:
             check_checkpoint(config.checkpoint)
         case of.PlanConfig(start_from=Path() as folder) | of.UpcycleConfig(source=folder):
             check_checkpoint(folder, "give --from a folder written by save_pretrained")
-        case of.CreditConfig(source=source) if not source.startswith("spes:"):
+        case of.CreditConfig(source=source) if not is_link(source):
             _check_kept(Path(source).expanduser())
         case of.AmendConfig() | of.InviteConfig():
             _check_kept(config.folder)

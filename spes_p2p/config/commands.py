@@ -93,7 +93,7 @@ class JoinConfig(VolunteerConfig):
         return self
 
 
-class FoundConfig(NewRun, CommandConfig, MachineConfig, OwnData, Cache, Consent):
+class FoundConfig(NewRun, CommandConfig, MachineConfig, OwnData, Cache, Consent, Listens):
     """Found a run by five questions: what for (--run-id), which model (--config), whose text (--text), who may join
     (--run.invite-only), and this link's upload rate (--uplink-mbit).
 
@@ -109,10 +109,6 @@ class FoundConfig(NewRun, CommandConfig, MachineConfig, OwnData, Cache, Consent)
     """Largest number of expert slots to claim."""
     device: Literal["cpu", "cuda"] | None = None
     """Where to train; by default on a GPU if there is one."""
-    host: str | None = None
-    """Address to listen on; by default all."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on, TCP and UDP. Others must be able to reach it; by default the system chooses one."""
     tokens_per_second: PositiveFloat | None = None
     """Training speed for the plan; by default it is measured."""
 

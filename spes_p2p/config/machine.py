@@ -168,8 +168,8 @@ class MachineConfig(Frozen):
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass. It saves memory."""
     compile: Literal["off", "auto"] = "off"
-    """Fuse attention and norms by torch.compile. A small model's steps take an eighth less time on
-    a CPU; the first start takes half a minute more."""
+    """Fuse attention and norms by torch.compile. A small model's steps take an eighth less time on a CPU; the first
+    start takes half a minute more."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Precision of gradients. `bf16` halves their memory; only the 8-bit optimizers take it."""
     shard: Literal["ddp", "fsdp"] = "ddp"
@@ -379,7 +379,7 @@ class NewRun(Frozen):
     """What the founder of a run sets."""
 
     config: ConfigFile | None = None
-    """YAML or TOML of a run's settings and this machine's. The name of a file that comes
+    """YAML or TOML of a run's settings and this machine's. The run's are under `run`. The name of a file that comes
     with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     run: RunConfig | None = None
     """The run's settings, for its founder. The others take them from the signed manifest."""

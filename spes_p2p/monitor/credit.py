@@ -102,10 +102,7 @@ def kept(folder: Path) -> Credit:
 
 def seen(folder: Path) -> Credit:
     """Return the credit that a peer or a monitor has kept, with that of the certificates in its output."""
-    from spes_p2p.swarm.consensus import (  # which loads hivemind; a page's address is checked before
-        CERTIFICATES,
-        FOLDER,
-    )
+    from spes_p2p.swarm.consensus import CERTIFICATES, FOLDER  # loads hivemind, and a page's checks must not
 
     path = folder / FOLDER / CERTIFICATES
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []

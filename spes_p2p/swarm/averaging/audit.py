@@ -201,6 +201,9 @@ class Auditor:
         self._gram_snn = torch.zeros(num_segments, num_senders, num_senders, dtype=torch.float64)
         others = [index for index in range(len(plan.peers)) if index != self._me]
         self._is_sparse = any(part.codec.is_sparse for part in plan.format.parts)
+        self._share, self._least_agreement = OUTLIER_SHARE, MIN_AGREEMENT
+        if self._is_sparse:
+            self._share, self._least_agreement = SPARSE_SHARE, SPARSE_AGREEMENT
         self._means = {index: torch.zeros(num_segments, 3, dtype=torch.float64) for index in others}
         self._proofs: dict[str, Evidence] = {}
         self.clipped = Counter[str]()
@@ -293,8 +296,7 @@ class Auditor:
                 cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
         if len(cosines) >= MIN_SENDERS - 1:  # guard: never
             # Our own delta may be small, and mostly noise; a mean that points the other way is no accident.
-            least_agreement = SPARSE_AGREEMENT if self._is_sparse else MIN_AGREEMENT
-            for index in outliers(list(cosines.values()), -OUTLIER_SHARE, least_agreement):
+            for index in outliers(list(cosines.values()), -OUTLIER_SHARE, self._least_agreement):
                 peer = self._plan.peers[list(cosines)[index]]
                 found.setdefault(peer, Evidence("its mean points away from our delta", False))
         return found
@@ -325,8 +327,7 @@ class Auditor:
         scaled_nn, share_n = per_token(gram_nn, tokens)
         centre_n = medoid(scaled_nn)
         times = (distances(scaled_nn, centre_n) / typical_distances(scaled_nn, centre_n, share_n)).tolist()
-        bounds = (SPARSE_SHARE, SPARSE_AGREEMENT) if self._is_sparse else (OUTLIER_SHARE, MIN_AGREEMENT)
-        against = outliers(_cosines(gram_nn), *bounds)
+        against = outliers(_cosines(gram_nn), self._share, self._least_agreement)
         for place, index in enumerate(senders):
             if times[place] > FAR:  # guard: never
                 found[peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
